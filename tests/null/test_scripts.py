@@ -1,0 +1,218 @@
+"""The set-up of build_scripts, with a stand-in for Python: nothing is downloaded or installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ("build_scripts/common.sh", "build_scripts/demo", "build_scripts/test", ".ci/run")
+
+# What common.sh asks of Python. Every call of pip is noted in $CALLS; FAIL_PIP makes pip fail.
+PYTHON = """#!/bin/bash
+case "$*" in
+    *"sys.exit(sys.version_info"*) [[ -z "${OLD_PYTHON:-}" ]] ;;
+    *ensurepip*) [[ -z "${NO_VENV:-}" ]] ;;
+    *"python%d.%d-venv"*) echo python3.11-venv ;;
+    *"sys.version_info >= (3, 11)"*) ;;
+    *"sys.version.split"*) echo "${VERSION:-3.11.0}" ;;
+    "-m venv "*)
+        echo venv >>"$CALLS"
+        mkdir -p "$3/bin"
+        cp "$0" "$3/bin/python"
+        printf '#!/bin/bash\\necho "ran $*"\\npwd >&2\\n' >"$3/bin/trtllm-tokenweave"
+        chmod +x "$3/bin/trtllm-tokenweave" ;;
+    "-m pip --version") ;;
+    "-m pip install"*)
+        echo "pip ${*: -1}" >>"$CALLS"
+        echo "noise of pip"
+        [[ -z "${FAIL_PIP:-}" ]] || { echo "no route to the index"; exit 1; } ;;
+    *mpi4py*) ;;
+    *) echo "unexpected: $*" >&2; exit 99 ;;
+esac
+"""
+
+TOOLS = (
+    *("bash", "env", "cat", "cut", "cp", "chmod", "dirname", "basename", "flock"),
+    *("head", "mkdir", "pwd", "rm", "sed", "sha256sum", "tail", "touch"),
+)
+
+
+@dataclass
+class Clone:
+    """A copy of the scripts in a folder of their own, and a PATH that holds nothing but a few tools."""
+
+    root: Path
+    bin: Path
+    calls: Path
+
+    def run(self, script: str = "build_scripts/demo", *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        environ = {"PATH": str(self.bin), "CALLS": str(self.calls), "TLLM_TOKENWEAVE_APT": "0", **env}
+        command = [str(self.root / script), *args]
+        return subprocess.run(
+            command, env=environ, cwd=self.bin, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+        )
+
+    def called(self) -> list[str]:
+        """What was called since the last time this was asked."""
+        lines = self.calls.read_text(encoding="utf-8").splitlines() if self.calls.exists() else []
+        self.calls.unlink(missing_ok=True)
+        return lines
+
+    def add(self, name: str, text: str) -> None:
+        path = self.bin / name
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755)
+
+
+FRESH = ["venv", "pip .[dev]", "pip build_scripts/requirements-demo.txt"]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    root, tools = tmp_path / "a clone", tmp_path / "bin"
+    shutil.copytree(ROOT / "build_scripts", root / "build_scripts")
+    shutil.copytree(ROOT / ".ci", root / ".ci")
+    (root / "pyproject.toml").write_text("[project]\n", encoding="utf-8")
+    tools.mkdir()
+    for tool in TOOLS:
+        path = shutil.which(tool)
+        assert path is not None, f"{tool} is not installed"
+        (tools / tool).symlink_to(path)
+    made = Clone(root, tools, tmp_path / "calls")
+    made.add("python3", PYTHON)
+    return made
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_parse(script: str) -> None:
+    subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
+    assert os.access(ROOT / script, os.X_OK) == (not script.endswith(".sh"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_name_no_place_of_one_machine(script: str) -> None:
+    text = (ROOT / script).read_text(encoding="utf-8")
+    assert re.search(r"https?:|/home/|/root/|/work/|/opt/|--index-url|--trusted-host", text) is None
+
+
+def test_first_run_sets_up_and_repeats_do_not(clone: Clone) -> None:
+    first = clone.run("build_scripts/demo", "--json", "two words")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == "ran demo --json two words\n"
+    assert re.search(r"Python packages .* done +\d+ s", first.stderr)
+    assert "noise of pip" not in first.stderr
+    assert first.stderr.endswith(f"{clone.bin}\n")  # the caller's folder
+    assert clone.called() == FRESH
+    again = clone.run()
+    assert (again.returncode, clone.called()) == (0, [])
+    assert again.stdout == "ran demo\n"
+
+
+def test_no_mpi_is_one_clear_line(clone: Clone) -> None:
+    done = clone.run()
+    (line,) = [line for line in done.stderr.splitlines() if "no MPI" in line]
+    assert "sudo apt-get install openmpi-bin libopenmpi-dev" in line
+
+
+def test_mpi_brings_mpi4py(clone: Clone) -> None:
+    clone.run()
+    clone.called()
+    clone.add("mpirun", "#!/bin/bash\n")
+    done = clone.run()
+    assert "no MPI" not in done.stderr
+    assert clone.called() == ["pip .[dev,mpi]", FRESH[2]]
+
+
+def test_changed_packages_are_installed_into_the_same_environment(clone: Clone) -> None:
+    clone.run()
+    clone.called()
+    (clone.root / "pyproject.toml").write_text("[project]\nname = 'x'\n", encoding="utf-8")
+    clone.run()
+    assert clone.called() == FRESH[1:]
+
+
+@pytest.mark.parametrize("damage", ["interrupted", "broken", "other python", "moved"])
+def test_environments_that_cannot_be_trusted_are_made_anew(clone: Clone, damage: str) -> None:
+    clone.run()
+    clone.called()
+    env = {}
+    if damage == "interrupted":
+        (clone.root / ".venv" / ".tokenweave-unfinished").touch()
+    elif damage == "broken":
+        (clone.root / ".venv" / "bin" / "python").unlink()
+    elif damage == "other python":
+        env = {"VERSION": "3.12.1"}
+    else:
+        clone.root = clone.root.rename(clone.root.with_name("elsewhere"))
+    done = clone.run(**env)
+    assert done.returncode == 0, done.stderr
+    assert clone.called() == FRESH
+
+
+def test_failed_install_says_why_and_is_repaired_by_the_next_run(clone: Clone) -> None:
+    failed = clone.run(FAIL_PIP="1")
+    assert failed.returncode == 1
+    assert failed.stdout == ""
+    assert "    | no route to the index" in failed.stderr
+    assert failed.stderr.splitlines()[-1].startswith("error: could not install the Python packages")
+    assert clone.called() == FRESH[:2]
+    assert clone.run().returncode == 0
+    assert clone.called() == FRESH
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"OLD_PYTHON": "1"}, "no Python >= 3.10 found. Install it: sudo apt-get install python3 python3-venv"),
+        ({"OLD_PYTHON": "1", "PYTHON": "python3"}, "PYTHON=python3 is not a Python >= 3.10"),
+        ({"NO_VENV": "1"}, "Install what it lacks: sudo apt-get install python3.11-venv"),
+    ],
+)
+def test_lacks_are_one_line_with_the_remedy(clone: Clone, env: dict[str, str], message: str) -> None:
+    done = clone.run(**env)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert message in done.stderr
+    assert clone.called() == []
+
+
+def test_apt_get_is_used_where_it_may_be(clone: Clone) -> None:
+    clone.add("apt-get", '#!/bin/bash\necho "apt $*" >>"$CALLS"\n[[ "$*" != *install* ]]\n')
+    clone.add("sudo", '#!/bin/bash\nshift\n[[ "$1" == true ]] || exec "$@"\n')
+    clone.add("true", "#!/bin/bash\n")
+    done = clone.run(TLLM_TOKENWEAVE_APT="1")
+    install = "apt install -y --no-install-recommends openmpi-bin libopenmpi-dev"
+    # It failed, so the package lists were fetched and it was tried once more; then the set-up went on without.
+    assert clone.called() == [install, "apt update", install, *FRESH]
+    assert done.returncode == 0
+    assert "no MPI" in done.stderr
+
+
+def test_all_checks_run_and_the_last_lines_sum_up(clone: Clone) -> None:
+    clone.run()
+    for name, code in (("ruff", 0), ("mypy", 1)):
+        path = clone.root / ".venv" / "bin" / name
+        path.write_text(f"#!/bin/bash\nexit {code}\n", encoding="utf-8")
+        path.chmod(0o755)
+    python = clone.root / ".venv" / "bin" / "python"
+    python.write_text(PYTHON.replace("*mpi4py*) ;;", '*mpi4py*) ;;\n    *pytest*) echo "$*" ;;'), encoding="utf-8")
+    done = clone.run(".ci/run", "-k", "two words")
+    assert done.returncode == 1
+    assert "-m pytest tests/null -n " in done.stdout
+    assert "-k two words\n" in done.stdout
+    summary = done.stdout.split("== summary")[1].splitlines()
+    assert [re.sub(r"  +(\d+ s$)?", " ", line).strip() for line in summary[1:-1]] == [
+        "ruff check passed",
+        "ruff format passed",
+        "mypy FAILED (exit 1)",
+        "tests/null passed",
+        "tests/ranks skipped: mpirun is not installed (sudo apt-get install openmpi-bin libopenmpi-dev)",
+    ]
+    assert summary[-1] == "FAILED"

@@ -1,0 +1,1 @@
+"""The commands of ``trtllm-tokenweave``: one module each, put together in `app`."""

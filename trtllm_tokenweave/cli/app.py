@@ -1,0 +1,209 @@
+"""The command ``trtllm-tokenweave``: its subcommands, and how errors end.
+
+Exit codes:
+    0: done.
+    1: the work itself failed (a check did not hold, or something unexpected).
+    2: bad input or bad usage; nothing was written.
+    130: interrupted from the keyboard.
+
+An error is one line on stderr, ``error: <where>: <what>. Fix: <fix>``. With ``--json`` stdout holds exactly one JSON
+document whatever happens: the command's result, or ``{"error": {"kind", "what", "where", "fix"}}``, where kind is
+"usage", "user", "failure", "unexpected" or "interrupted". A command that prints a result and still failed (say,
+outputs that differ) raises ``typer.Exit(1)`` instead of an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import typer
+from typer.main import get_command
+
+from trtllm_tokenweave import __version__
+from trtllm_tokenweave.config import DEBUG, Environment, limit_blas_threads, read_environment
+from trtllm_tokenweave.errors import TokenWeaveError, UserError
+
+PROG = "trtllm-tokenweave"
+
+ErrorKind = Literal["usage", "user", "failure", "unexpected", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand, known by name and summary before its module is imported.
+
+    Attributes:
+        name: The word on the command line.
+        module: Module that holds it.
+        attribute: A function (one command) or a ``typer.Typer`` (a group) in that module.
+        summary: Its line in the list of commands.
+    """
+
+    name: str
+    module: str
+    attribute: str
+    summary: str
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        "demo",
+        "trtllm_tokenweave.cli.demo",
+        "demo",
+        "Weave a real Llama, run it beside the stock network and show that both say the same.",
+    ),
+    Command(
+        "inspect",
+        "trtllm_tokenweave.cli.inspect",
+        "inspect_",
+        "List the places of a network that can be fused, and why others cannot.",
+    ),
+    Command(
+        "plan",
+        "trtllm_tokenweave.cli.plan",
+        "plan",
+        "Print the split of each step size, and the waves of each GEMM in either half.",
+    ),
+    Command(
+        "table",
+        "trtllm_tokenweave.cli.table",
+        "app",
+        "Show, compare, join, check and convert tuning tables.",
+    ),
+    Command(
+        "doctor",
+        "trtllm_tokenweave.cli.doctor",
+        "doctor",
+        "Say what is installed, what is missing, what each lack costs and how to get it.",
+    ),
+)
+
+
+def build_app(loaded: Collection[str]) -> typer.Typer:
+    """Make the application.
+
+    Args:
+        loaded: Names of the commands whose modules are imported. The others are listed by their summaries only, so
+            that ``--help`` need not import numpy and the rest.
+    """
+    app = typer.Typer(
+        name=PROG,
+        no_args_is_help=True,
+        add_completion=False,
+        help="TokenWeave for TensorRT-LLM engines: AllReduce fused with RMSNorm, and hidden behind compute.",
+    )
+    app.callback()(_root)
+    for command in COMMANDS:
+        target = getattr(importlib.import_module(command.module), command.attribute) if command.name in loaded else None
+        if isinstance(target, typer.Typer):
+            app.add_typer(target, name=command.name, short_help=command.summary)
+        else:
+            app.command(command.name, short_help=command.summary)(target or _not_loaded)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; see the module's description.
+
+    Args:
+        argv: Words after the program's name, default ``sys.argv[1:]``.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    report = _ErrorReport(as_json="--json" in args)
+    limit_blas_threads()
+    try:
+        report.environment = read_environment()
+        # The first word that is no option names the command: the options of the program itself take no values.
+        app = build_app([word for word in args if not word.startswith("-")][:1])
+        get_command(app)(args=args, prog_name=PROG, standalone_mode=True)
+    except SystemExit as end:
+        return report.exited(end)
+    except UserError as error:
+        return report.say("user", error.what, error, where=error.where, fix=error.fix)
+    except TokenWeaveError as error:
+        return report.say("failure", str(error), error)
+    except KeyboardInterrupt as error:
+        return report.say("interrupted", "interrupted", error)
+    except Exception as error:  # noqa: BLE001  # the last line of defence: a user should never meet a bare traceback
+        return report.say("unexpected", f"{type(error).__name__}: {error}", error)
+    return 0
+
+
+_EXIT_CODES: dict[ErrorKind, int] = {"usage": 2, "user": 2, "failure": 1, "unexpected": 1, "interrupted": 130}
+
+
+class _ErrorReport:
+    """Prints errors: one line on stderr, and one document on stdout with ``--json``."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.environment = Environment()
+
+    def say(self, kind: ErrorKind, what: str, error: BaseException, *, where: str = "", fix: str = "") -> int:
+        """Print an error and return its exit code."""
+        line = _one_line(str(UserError(what, where=where, fix=fix)))
+        launcher = self.environment.launcher
+        if launcher is not None and launcher.size > 1:
+            line = f"rank {launcher.rank}: {line}"
+        if kind == "unexpected" and not self.environment.debug:
+            line = f"{line} (unexpected; {DEBUG.name}=1 prints the traceback)"
+        print(f"error: {line}", file=sys.stderr)
+        if self.environment.debug:
+            print("".join(traceback.format_exception(error)), end="", file=sys.stderr)
+        self._document(kind, what, where, fix)
+        return _EXIT_CODES[kind]
+
+    def exited(self, end: SystemExit) -> int:
+        """Exit code of a run that typer ended: done, ``typer.Exit``, or wrong usage, which typer has printed."""
+        cause = _cause(end)
+        if isinstance(cause, KeyboardInterrupt):
+            return self.say("interrupted", "interrupted", cause)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        message = getattr(cause, "format_message", None)
+        if code and message is not None:
+            self._document("usage", message(), "command line", f"see {PROG} --help")
+        return code
+
+    def _document(self, kind: ErrorKind, what: str, where: str, fix: str) -> None:
+        if self.as_json:
+            print(json.dumps({"error": {"kind": kind, "what": _one_line(what), "where": where, "fix": fix}}))
+
+
+def _cause(end: BaseException) -> BaseException | None:
+    """The exception that typer turned into a SystemExit: a usage error or an interrupt, or None."""
+    error = end.__context__
+    while error is not None and not isinstance(error, KeyboardInterrupt) and not hasattr(error, "format_message"):
+        error = error.__context__
+    return error
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"{PROG} {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the program itself; `_print_version` has done the work."""
+
+
+def _not_loaded() -> None:
+    """Stand in for a command in the list of commands; never run."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

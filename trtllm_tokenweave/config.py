@@ -1,0 +1,176 @@
+"""Every environment variable that the Python side reads, declared once.
+
+No other module of this package reads ``os.environ``. (The C++ side has its own single place.)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trtllm_tokenweave.errors import UserError
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Attributes:
+        name: Its name.
+        meaning: What it does, in one sentence.
+        default: What holds when it is not set, in words.
+    """
+
+    name: str
+    meaning: str
+    default: str
+
+
+DEBUG = Variable(
+    "TLLM_TOKENWEAVE_DEBUG",
+    "1 prints the Python traceback of an error below its one line.",
+    "one line only",
+)
+CUDA_HOME = Variable(
+    "CUDA_HOME",
+    "Folder of the CUDA toolkit: its bin/nvcc is looked at before PATH.",
+    "CUDA_PATH, then nvcc on PATH, then /usr/local/cuda",
+)
+CUDA_PATH = Variable(
+    "CUDA_PATH",
+    "Another usual name of CUDA_HOME; CUDA_HOME wins.",
+    "not used",
+)
+TENSORRT_ROOT = Variable(
+    "TENSORRT_ROOT",
+    "Folder of a TensorRT SDK, with include/ and lib/: looked at before the system's libraries.",
+    "the tensorrt Python package, then the system's libraries",
+)
+OMPI_RANK = Variable("OMPI_COMM_WORLD_RANK", "Set by Open MPI's mpirun: rank of this process.", "not under Open MPI")
+OMPI_SIZE = Variable("OMPI_COMM_WORLD_SIZE", "Set by Open MPI's mpirun: number of ranks.", "not under Open MPI")
+PMI_RANK = Variable("PMI_RANK", "Set by MPICH's and Intel MPI's mpirun: rank of this process.", "not under MPICH")
+PMI_SIZE = Variable("PMI_SIZE", "Set by MPICH's and Intel MPI's mpirun: number of ranks.", "not under MPICH")
+
+VARIABLES: tuple[Variable, ...] = (
+    DEBUG,
+    CUDA_HOME,
+    CUDA_PATH,
+    TENSORRT_ROOT,
+    OMPI_RANK,
+    OMPI_SIZE,
+    PMI_RANK,
+    PMI_SIZE,
+)
+"""All of them, in the order in which documentation lists them."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Place of this process among those that mpirun started.
+
+    Attributes:
+        rank: 0 <= rank < size.
+        size: Number of processes, >= 1.
+    """
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The variables, read and checked.
+
+    Attributes:
+        debug: Print tracebacks (`DEBUG`).
+        cuda_home: Folder of the CUDA toolkit (`CUDA_HOME`, `CUDA_PATH`), or None.
+        tensorrt_root: Folder of a TensorRT SDK (`TENSORRT_ROOT`), or None.
+        launcher: Rank and size given by mpirun, or None outside of it. Known without loading MPI.
+    """
+
+    debug: bool = False
+    cuda_home: Path | None = None
+    tensorrt_root: Path | None = None
+    launcher: Launcher | None = None
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
+    """Read the variables.
+
+    Args:
+        environ: Variables to read, default ``os.environ``. An empty value counts as not set.
+
+    Raises:
+        UserError: A value cannot be understood; the message names the variable and what it accepts.
+    """
+    values = {name: value.strip() for name, value in (os.environ if environ is None else environ).items()}
+    return Environment(
+        debug=_flag(values, DEBUG),
+        cuda_home=_path(values, CUDA_HOME) or _path(values, CUDA_PATH),
+        tensorrt_root=_path(values, TENSORRT_ROOT),
+        launcher=_launcher(values, OMPI_RANK, OMPI_SIZE) or _launcher(values, PMI_RANK, PMI_SIZE),
+    )
+
+
+def set_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of `VARIABLES` that are set, by name, with their values."""
+    values = os.environ if environ is None else environ
+    return {variable.name: values[variable.name] for variable in VARIABLES if values.get(variable.name)}
+
+
+def _flag(values: Mapping[str, str], variable: Variable) -> bool:
+    value = values.get(variable.name, "").lower()
+    if value in ("", "0", "false", "off", "no"):
+        return False
+    if value in ("1", "true", "on", "yes"):
+        return True
+    raise UserError(f"{value!r} is neither 0 nor 1", where=variable.name, fix="set it to 0 or 1, or unset it")
+
+
+def _path(values: Mapping[str, str], variable: Variable) -> Path | None:
+    value = values.get(variable.name, "")
+    return Path(value) if value else None
+
+
+def _launcher(values: Mapping[str, str], rank: Variable, size: Variable) -> Launcher | None:
+    """Rank and size, or None where either is missing (some launchers set only one of them for other ends)."""
+    if not values.get(rank.name) or not values.get(size.name):
+        return None
+    launcher = Launcher(_count(values, rank), _count(values, size))
+    if launcher.rank >= launcher.size:
+        what = f"rank {launcher.rank} of {launcher.size} processes does not exist"
+        raise UserError(what, where=f"{rank.name}, {size.name}", fix="start the command with mpirun, or unset both")
+    return launcher
+
+
+def _count(values: Mapping[str, str], variable: Variable) -> int:
+    value = values[variable.name]
+    if not (value.isascii() and value.isdigit()):
+        raise UserError(f"{value!r} is not a count", where=variable.name, fix="start the command with mpirun")
+    return int(value)
+
+
+#: Thread counts of the BLAS libraries that numpy comes with. Ranks run beside each other as threads or processes;
+#: a BLAS that takes all cores for each of them is several times slower.
+BLAS_THREADS: dict[str, str] = {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+#: Lets Open MPI (4 and 5) start as root and start more ranks than there are cores.
+_MPI: dict[str, str] = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+def limit_blas_threads() -> None:
+    """Set `BLAS_THREADS` in this process where the user has not; works only before numpy is imported."""
+    for name, value in BLAS_THREADS.items():
+        os.environ.setdefault(name, value)
+
+
+def mpi_environment() -> dict[str, str]:
+    """This process's environment for an mpirun that the user did not start himself."""
+    return {**BLAS_THREADS, **_MPI, **os.environ}

