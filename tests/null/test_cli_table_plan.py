@@ -1,0 +1,242 @@
+"""The `table` and `plan` commands, run in process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from trtllm_tokenweave.cli.plan import plan
+from trtllm_tokenweave.cli.table import app as table_app
+from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.table import Bucket, LaunchConfig, TableKey, TableRow, TuningTable, load_table, save_table
+
+app = typer.Typer()
+app.add_typer(table_app, name="table")
+app.command()(plan)
+
+KEY = TableKey(gpu="NVIDIA H200", tp_size=8, hidden_size=8192, dtype="bfloat16")
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def output(*arguments: str | Path) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def run_json(*arguments: str | Path) -> Any:
+    return json.loads(output(*arguments, "--json"))
+
+
+def refusal(*arguments: str | Path) -> UserError:
+    """The UserError that the application turns into one line and exit code 2."""
+    result = run(*arguments)
+    assert isinstance(result.exception, UserError), result.output
+    assert result.stdout == ""
+    return result.exception
+
+
+def write(path: Path, *rows: tuple[int, int | None, int], key: TableKey = KEY) -> Path:
+    made = tuple(
+        TableRow(tokens=Bucket(lo=lo, hi=hi), mode="weave", split_offset=offset, mlp=LaunchConfig(ctas=8, gemm_sms=124))
+        for lo, hi, offset in rows
+    )
+    save_table(TuningTable(key=key, rows=made), path)
+    return path
+
+
+def test_show(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.json", (1025, 2048, 64), (2049, None, 0))
+    text = output("table", "show", path)
+    for part in (
+        "NVIDIA H200",
+        "tp_size 8",
+        "granularity 256",
+        "1025..2048",
+        "2049..",
+        "weave",
+        load_table(path).sha256,
+    ):
+        assert part in text
+    document = run_json("table", "show", path)
+    assert document["table"] == load_table(path).model_dump(mode="json")
+    assert document["sha256"] == load_table(path).sha256
+    assert "default rule" in output("table", "show", write(tmp_path / "empty.json"))
+
+
+def test_diff(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.json", (1025, 2048, 64), (2049, 4096, 0))
+    b = write(tmp_path / "b.json", (1025, 2048, 128), (4097, None, 0), key=KEY.model_copy(update={"gpu": "any"}))
+    document = run_json("table", "diff", a, b)
+    assert not document["same"]
+    assert document["head"] == {"key.gpu": ["NVIDIA H200", "any"]}
+    assert [row["tokens"]["lo"] for row in document["only_a"]] == [2049]
+    assert [row["tokens"]["lo"] for row in document["only_b"]] == [4097]
+    assert document["changed"][0]["fields"] == ["split_offset"]
+    text = output("table", "diff", a, b)
+    assert "split_offset 64 -> 128" in text
+    assert "key.gpu: NVIDIA H200 -> any" in text
+    assert run_json("table", "diff", a, a)["same"]
+    assert "equal" in output("table", "diff", a, a)
+
+
+def test_merge(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.json", (1025, 2048, 64))
+    b = write(tmp_path / "b.json", (2049, None, 0))
+    out = tmp_path / "out.json"
+    assert run_json("table", "merge", a, b, "-o", out)["rows"] == 2
+    assert [row.tokens.lo for row in load_table(out).rows] == [1025, 2049]
+    assert "2 rows" in output("table", "merge", a, b, "-o", out)
+
+
+def test_a_refused_merge_writes_nothing(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.json", (1025, 2048, 64))
+    b = write(tmp_path / "b.json", (1025, None, 0))
+    error = refusal("table", "merge", a, b, "-o", tmp_path / "out.json")
+    assert error.where == str(b)
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_check(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.json", (1025, None, 64))
+    assert run_json("table", "check", path) == {
+        "ok": True,
+        "file": str(path),
+        "sha256": load_table(path).sha256,
+        "checked": [],
+    }
+    good = ("--gpu", "NVIDIA H200", "--tp", "8", "--hidden", "8192", "--dtype", "bfloat16", "--kind", "dense")
+    assert len(run_json("table", "check", path, *good)["checked"]) == 5
+    assert "good" in output("table", "check", path, *good)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "field"),
+    [
+        ("--gpu", "NVIDIA B200", "gpu"),
+        ("--tp", "4", "tp_size"),
+        ("--hidden", "4096", "hidden_size"),
+        ("--dtype", "float16", "dtype"),
+        ("--kind", "moe", "model_kind"),
+    ],
+)
+def test_check_refuses_another_key(tmp_path: Path, option: str, value: str, field: str) -> None:
+    path = write(tmp_path / "t.json", (1025, None, 64))
+    assert refusal("table", "check", path, option, value).where == f"{path}: key.{field}"
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    none = tmp_path / "none.json"
+    for command in (("show",), ("check",), ("diff", none)):
+        assert "cannot be read" in refusal("table", *command, none).what
+
+
+def test_from_paper(tmp_path: Path) -> None:
+    source, out = tmp_path / "paper.json", tmp_path / "out.json"
+    source.write_text('{"2048": {"baseline_ctas": 15, "attention_ctas": 4, "mlp_ctas": 4, "split_offset": 64}}')
+    options = ("-o", out, "--tp", "8", "--hidden", "8192", "--dtype", "bfloat16", "--gpu", "NVIDIA H100 80GB HBM3")
+    document = run_json("table", "from-paper", source, *options)
+    assert document["rows"] == 2
+    assert "15 CTAs raised to 16" in document["notes"][0]
+    assert load_table(out).key.gpu == "NVIDIA H100 80GB HBM3"
+    assert "note: 15 CTAs" in output("table", "from-paper", source, *options)
+    assert run_json("table", "from-paper", source, *options, "--kind", "moe")["rows"] == 1
+
+
+def test_from_paper_refuses(tmp_path: Path) -> None:
+    source, out = tmp_path / "paper.json", tmp_path / "out.json"
+    source.write_text('{"2048": {}}')
+    assert "missing" in refusal("table", "from-paper", source, "-o", out, "--tp", "8", "--hidden", "8192").what
+    source.write_text('{"2048": {"baseline_ctas": 16, "attention_ctas": 4, "mlp_ctas": 4, "split_offset": 64}}')
+    bad_key = ("-o", out, "--tp", "0", "--hidden", "8192")
+    assert refusal("table", "from-paper", source, *bad_key).where == "key: tp_size"
+    assert not out.exists()
+
+
+def test_plan_by_the_default_rule() -> None:
+    document = run_json("plan", "--preset", "llama-3.3-70b", "--tp", "8", "--tokens", "512,1024,2048")
+    assert document["table"]["file"] is None
+    assert document["model"] == {"preset": "llama-3.3-70b", "tp_size": 8, "hidden_size": 8192, "kind": "dense"}
+    assert [(s["num_tokens"], s["mode"], s["prefix"], s["suffix"]) for s in document["steps"]] == [
+        (512, "fuse", 512, 0),
+        (1024, "weave", 512, 512),
+        (2048, "weave", 1024, 1024),
+    ]
+    assert [s["seed_offset"] is None for s in document["steps"]] == [True, False, False]
+    gemms = document["steps"][2]["gemms"]
+    assert [(g["name"], g["whole"], g["prefix"], g["suffix"]) for g in gemms] == [
+        ("attention.qkv", 1, 1, 1),
+        ("attention.dense", 4, 3, 3),
+        ("mlp.fc+gate", 4, 2, 2),
+        ("mlp.proj", 4, 3, 3),
+    ]
+
+
+def test_plan_by_a_table(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.json", (1025, 2048, 64))
+    document = run_json("plan", "--preset", "llama-3.3-70b", "--table", path, "--tokens", "2048,4096", "--batch", "3")
+    steps = document["steps"]
+    assert document["table"]["sha256"] == load_table(path).sha256
+    assert [(s["split"], s["source"], s["mlp"]["ctas"], s["batch"]) for s in steps] == [
+        (1088, "table", 8, 3),
+        (2048, "default", 16, 3),
+    ]
+    text = output("plan", "--preset", "llama-3.3-70b", "--table", path, "--tokens", "2048,4096")
+    assert "no row of the table fits 4096 tokens" in text
+
+
+def test_plan_text() -> None:
+    # 80 characters: what a terminal has at least, and what a pipe gets.
+    arguments = ["plan", "--preset", "llama-3.3-70b", "--tokens", "512,2048,16384"]
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, arguments)
+    assert result.exit_code == 0
+    for part in (
+        "fc+gate",
+        "1024+1024",
+        "4:2+2",
+        "32:18+18",
+        "16/16",
+        "fuse",
+        "weave",
+        "split at half from 1024 tokens",
+    ):
+        assert part in result.stdout
+
+
+def test_plan_takes_the_sms_of_the_gpu() -> None:
+    few = run_json("plan", "--preset", "llama-3.3-70b", "--tokens", "2048", "--sms", "66")
+    assert few["steps"][0]["gemms"][2]["whole"] == 7
+    assert few["sms"] == 66
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("--tokens", "abc"), "not a list of token counts"),
+        (("--tokens", ""), "not a list of token counts"),
+        (("--tokens", "512,,1024"), "not a list of token counts"),
+        (("--tokens", "0"), "not a list of token counts"),
+        (("--batch", "0"), "below 1"),
+        (("--sms", "0"), "below 1"),
+        (("--sms", "16"), "leave no SMs"),
+        (("--tp", "1000"), "1000"),
+    ],
+)
+def test_plan_refuses(options: tuple[str, str], what: str) -> None:
+    assert what in str(refusal("plan", "--preset", "llama-3.3-70b", *options))
+
+
+def test_plan_refuses_unknown_presets_and_other_tables(tmp_path: Path) -> None:
+    assert "llama-3.3-70b" in str(refusal("plan", "--preset", "llama-9"))
+    path = write(tmp_path / "t.json", (1025, None, 64))
+    error = refusal("plan", "--preset", "llama-3.1-8b", "--table", path)
+    assert error.where == f"{path}: key.hidden_size"
+    assert "cannot be read" in refusal("plan", "--preset", "llama-3.3-70b", "--table", tmp_path / "none").what

@@ -1,0 +1,159 @@
+"""`trtllm-tokenweave plan`: what steps of given sizes would do, and the waves that this costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from trtllm_tokenweave.cli.table import print_json, read_tokens
+from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.model_config import preset as model_preset
+from trtllm_tokenweave.schedule import SplitPlan
+from trtllm_tokenweave.table import TuningTable, load_table
+from trtllm_tokenweave.waves import (
+    DEFAULT_SMS,
+    GemmShape,
+    GemmWaves,
+    SplitSeed,
+    WaveModel,
+    default_table,
+    gemm_shapes,
+    plan_waves,
+    seed_offsets,
+    table_key,
+)
+
+DEFAULT_TOKENS = "1,256,512,1024,1536,2048,3072,4096,8192,16384"
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One step: its plan, the waves of its GEMMs, and the offset that wave arithmetic would try first (or None)."""
+
+    plan: SplitPlan
+    waves: tuple[GemmWaves, ...]
+    seed: SplitSeed | None
+
+
+def plan(
+    preset: Annotated[str, typer.Option(help="Model shape, such as llama-3.3-70b.")],
+    tp: Annotated[int, typer.Option(help="tp_size.")] = 8,
+    table: Annotated[Path | None, typer.Option(metavar="FILE", help="Tuning table; default: the default rule.")] = None,
+    tokens: Annotated[str, typer.Option(metavar="N,N...", help="Token counts of the steps.")] = DEFAULT_TOKENS,
+    batch: Annotated[int, typer.Option(help="Sequences of the steps.")] = 1,
+    sms: Annotated[int, typer.Option(help="SMs of the GPU.")] = DEFAULT_SMS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Print the split of each step size and the waves of each GEMM, whole and in either half."""
+    config = model_preset(preset)
+    shapes = gemm_shapes(config, tp)
+    counts = read_tokens(tokens)
+    if batch < 1:
+        raise UserError(f"{batch} is below 1", where="--batch")
+    if sms < 1:
+        raise UserError(f"{sms} is below 1", where="--sms")
+    if table is None:
+        tuning = default_table(config, tp, sms=sms)
+    else:
+        tuning = load_table(table)
+        # The GPU of the run is not known here; --sms stands for it.
+        expected = table_key(config, tp).model_dump(exclude={"gpu"})
+        tuning.check_key(expected, where=str(table))
+    steps = [plan_one(tuning, shapes, batch, count, sms) for count in counts]
+    if as_json:
+        document = {
+            "model": {"preset": preset, "tp_size": tp, "hidden_size": config.hidden_size, "kind": config.kind},
+            "sms": sms,
+            "table": _table_document(tuning, table),
+            "steps": [_step_document(step) for step in steps],
+        }
+        print_json(document)
+        return
+    _print_steps(Console(), steps, tuning, f"{preset}, tp_size {tp}, batch {batch}, {sms} SMs")
+
+
+def plan_one(table: TuningTable, shapes: tuple[GemmShape, ...], batch: int, num_tokens: int, sms: int) -> PlannedStep:
+    """Plan one step and count its waves.
+
+    Raises:
+        UserError: The collectives leave no SMs.
+    """
+    split = table.lookup(batch, num_tokens)
+    model = WaveModel(attention=split.attention, mlp=split.mlp, sms=sms)
+    seeds = seed_offsets(shapes, model, num_tokens, granularity=table.granularity) if split.suffix else ()
+    return PlannedStep(split, plan_waves(split, shapes, model), seeds[0] if seeds else None)
+
+
+def _table_document(table: TuningTable, file: Path | None) -> dict[str, Any]:
+    return {
+        "file": None if file is None else str(file),
+        "sha256": table.sha256,
+        "granularity": table.granularity,
+        "min_tokens": table.min_tokens,
+        "source": table.source.model_dump(mode="json"),
+    }
+
+
+def _step_document(step: PlannedStep) -> dict[str, Any]:
+    split = step.plan
+    return {
+        "num_tokens": split.num_tokens,
+        "batch": split.batch,
+        "mode": split.mode,
+        "split": split.split,
+        "prefix": split.prefix,
+        "suffix": split.suffix,
+        "source": split.source,
+        "reason": split.reason,
+        "seed_offset": None if step.seed is None else step.seed.offset,
+        "attention": split.attention.model_dump(mode="json"),
+        "mlp": split.mlp.model_dump(mode="json"),
+        "gemms": [
+            {
+                "name": waves.shape.name,
+                "n": waves.shape.n,
+                "k": waves.shape.k,
+                "groups": waves.shape.groups,
+                "whole": waves.whole,
+                "prefix": waves.prefix,
+                "suffix": waves.suffix,
+            }
+            for waves in step.waves
+        ],
+    }
+
+
+def _print_steps(console: Console, steps: list[PlannedStep], table: TuningTable, title: str) -> None:
+    # The last word of a layer's name is enough beside its neighbours, and eight columns then fit into 80 characters.
+    names = [waves.shape.name.rpartition(".")[2] for waves in steps[0].waves]
+    view = Table(
+        "tokens", "mode", "halves", "CTAs", *names, "seed", title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    view.show_edge = False
+    for column in view.columns:
+        column.no_wrap = True
+    for step in steps:
+        split = step.plan
+        halves = f"{split.prefix}+{split.suffix}" if split.suffix else str(split.prefix)
+        cells = [f"{w.whole}:{w.prefix}+{w.suffix}" if split.suffix else str(w.whole) for w in step.waves]
+        seed = "-" if step.seed is None else str(step.seed.offset)
+        view.add_row(
+            str(split.num_tokens), split.mode, halves, f"{split.attention.ctas}/{split.mlp.ctas}", *cells, seed
+        )
+    console.print(view)
+    console.print(
+        "CTAs: of the attention/MLP collective. GEMMs: waves of the whole step, then of the prefix+suffix on the SMs "
+        "left. Seed: the offset that wave arithmetic would try first.",
+        highlight=False,
+    )
+    source = f"{table.source.kind}{f', {table.source.text}' if table.source.text else ''}"
+    console.print(f"table: {source}", markup=False, highlight=False)
+    unserved = [str(step.plan.num_tokens) for step in steps if step.plan.source == "default"]
+    if table.rows and unserved:
+        console.print(f"no row of the table fits {', '.join(unserved)} tokens: default rule", highlight=False)

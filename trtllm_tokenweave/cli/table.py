@@ -1,0 +1,205 @@
+"""`trtllm-tokenweave table`: show, compare, join, check and convert tuning tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.table import (
+    LaunchConfig,
+    PaperTarget,
+    TableKey,
+    TableRow,
+    TuningTable,
+    diff_tables,
+    load_paper_config,
+    load_table,
+    merge_tables,
+    save_table,
+)
+from trtllm_tokenweave.table.files import table_error
+
+app = typer.Typer(no_args_is_help=True, help="Show, compare, join, check and convert tuning tables.")
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A tuning table (JSON).")]
+Output = Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="The table to write.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@app.command()
+def show(file: File, as_json: AsJson = False) -> None:
+    """Print a table."""
+    table = load_table(file)
+    if as_json:
+        print_json({"file": str(file), "sha256": table.sha256, "table": table.model_dump(mode="json")})
+        return
+    console = Console()
+    _print_head(console, table, str(file))
+    console.print(_rows_table("rows", table.rows) if table.rows else "no rows: the default rule for every step")
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="The first table.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The second table.")],
+    as_json: AsJson = False,
+) -> None:
+    """Print what differs between two tables."""
+    result = diff_tables(load_table(a), load_table(b))
+    if as_json:
+        print_json(
+            {
+                "same": result.same,
+                "head": {name: list(values) for name, values in result.head.items()},
+                "only_a": [row.model_dump(mode="json") for row in result.only_a],
+                "only_b": [row.model_dump(mode="json") for row in result.only_b],
+                "changed": [
+                    {
+                        "fields": list(change.fields),
+                        "a": change.before.model_dump(mode="json"),
+                        "b": change.after.model_dump(mode="json"),
+                    }
+                    for change in result.changed
+                ],
+            }
+        )
+        return
+    console = Console()
+    if result.same:
+        console.print("the tables are equal")
+    for name, (left, right) in result.head.items():
+        console.print(f"{name}: {left} -> {right}", markup=False)
+    for title, rows in ((f"only in {a}", result.only_a), (f"only in {b}", result.only_b)):
+        if rows:
+            console.print(_rows_table(title, rows))
+    for change in result.changed:
+        for name in change.fields:
+            left, right = _value(getattr(change.before, name)), _value(getattr(change.after, name))
+            place = f"batch {change.before.batch} tokens {change.before.tokens}"
+            console.print(f"{place}: {name} {left} -> {right}", markup=False)
+
+
+@app.command()
+def merge(
+    files: Annotated[list[Path], typer.Argument(metavar="A B...", help="Tables of the same key.")],
+    output: Output,
+    as_json: AsJson = False,
+) -> None:
+    """Join tables of the same key; rows in conflict are refused."""
+    table = merge_tables([load_table(file) for file in files], [str(file) for file in files])
+    save_table(table, output)
+    _print_written(table, output, (), as_json)
+
+
+@app.command()
+def check(
+    file: File,
+    gpu: Annotated[str | None, typer.Option(help="GPU name that the table has to be for.")] = None,
+    tp: Annotated[int | None, typer.Option(help="tp_size that the table has to be for.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="hidden_size that the table has to be for.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="dtype that the table has to be for.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Model kind (dense, moe) that the table has to be for.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check a table, and that it was made for what is asked for."""
+    table = load_table(file)
+    given = {"gpu": gpu, "tp_size": tp, "hidden_size": hidden, "dtype": dtype, "model_kind": kind}
+    expected = {name: value for name, value in given.items() if value is not None}
+    table.check_key(expected, where=str(file))
+    if as_json:
+        print_json({"ok": True, "file": str(file), "sha256": table.sha256, "checked": sorted(expected)})
+        return
+    checked = f", made for {', '.join(f'{name} {value}' for name, value in expected.items())}" if expected else ""
+    Console().print(f"{file}: good, {len(table.rows)} rows{checked}", markup=False, highlight=False)
+
+
+@app.command("from-paper")
+def from_paper(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A configuration published by TokenWeave's authors.")],
+    output: Output,
+    tp: Annotated[int, typer.Option(help="tp_size of the published run.")],
+    hidden: Annotated[int, typer.Option(help="hidden_size of the model.")],
+    dtype: Annotated[str, typer.Option(help="dtype of the model.")] = "bfloat16",
+    gpu: Annotated[str, typer.Option(help="GPU name of the published run.")] = "any",
+    kind: Annotated[str, typer.Option(help="Model kind: dense or moe.")] = "dense",
+    as_json: AsJson = False,
+) -> None:
+    """Convert a published configuration to a table."""
+    fields = {"gpu": gpu, "tp_size": tp, "hidden_size": hidden, "dtype": dtype, "model_kind": kind}
+    try:
+        key = TableKey.model_validate(fields)
+    except ValidationError as error:
+        raise table_error(error, "key") from error
+    table, notes = load_paper_config(file, PaperTarget(key))
+    save_table(table, output)
+    _print_written(table, output, notes, as_json)
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document on stdout."""
+    typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def read_tokens(text: str) -> tuple[int, ...]:
+    """Token counts of a comma-separated list.
+
+    Raises:
+        UserError: Not a list of positive integers.
+    """
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise UserError(f'"{text}" is not a list of token counts', where="--tokens", fix="write 512,1024,2048")
+    return counts
+
+
+def _print_written(table: TuningTable, output: Path, notes: tuple[str, ...], as_json: bool) -> None:
+    if as_json:
+        document = {"file": str(output), "sha256": table.sha256, "rows": len(table.rows), "notes": list(notes)}
+        print_json(document)
+        return
+    console = Console()
+    for note in notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    console.print(f"wrote {output}: {len(table.rows)} rows", markup=False, highlight=False)
+
+
+def _print_head(console: Console, table: TuningTable, name: str) -> None:
+    key = table.key
+    lines = [
+        name,
+        f"made for gpu {key.gpu}, tp_size {key.tp_size}, hidden_size {key.hidden_size}, {key.dtype}, {key.model_kind}",
+        f"granularity {table.granularity}, min_tokens {table.min_tokens}",
+        f"source: {table.source.kind}{f', {table.source.text}' if table.source.text else ''}",
+        f"sha256 {table.sha256}",
+    ]
+    console.print("\n".join(lines), markup=False, highlight=False)
+
+
+def _rows_table(title: str, rows: tuple[TableRow, ...]) -> Table:
+    table = Table("batch", "tokens", "mode", "offset", "attention", "mlp", title=title)
+    for row in rows:
+        offset = str(row.split_offset) if row.mode == "weave" else "-"
+        table.add_row(
+            str(row.batch), str(row.tokens), row.mode, offset, launch_text(row.attention), launch_text(row.mlp)
+        )
+    return table
+
+
+def launch_text(launch: LaunchConfig) -> str:
+    """One launch configuration in a few characters, as in "auto 16x1024"."""
+    text = f"{launch.fabric} {launch.ctas}x{launch.threads}"
+    return f"{text} gemm {launch.gemm_sms}" if launch.gemm_sms else text
+
+
+def _value(value: Any) -> str:
+    return launch_text(value) if isinstance(value, LaunchConfig) else str(value)
