@@ -1,0 +1,169 @@
+"""Negative controls: each edge that the pass adds, taken away again, is missed by the checker and by the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from support.stack import Stack, options, run
+
+import trtllm_tokenweave.recorder as trt
+from trtllm_tokenweave.errors import TokenWeaveError
+from trtllm_tokenweave.passes import Baseline, names, verify, weave
+from trtllm_tokenweave.plugin_specs import Half
+
+LAYERS = 2
+SEEDS = range(24)
+Damage = Callable[[trt.RecordedNetwork], None]
+
+
+def layer(network: trt.RecordedNetwork, name: str) -> trt.ILayer:
+    return next(found for found in network.layers if found.name == name)
+
+
+def woven(rank: int) -> trt.RecordedNetwork:
+    network = Stack(rank=rank, layers=LAYERS).build()
+    assert weave(network, options(rank=rank)).mode == "weave"
+    return network
+
+
+def wrong_runs(damage: Damage | None) -> int:
+    """In how many of the adversarial schedules does the damaged network give a wrong result or an error?"""
+    stock = [Stack(rank=rank, layers=LAYERS).build() for rank in range(2)]
+    # Halves of equal size: nothing but the edges tells the ranks which half a collective serves.
+    x = {"x": np.random.default_rng(4).integers(-4, 5, (64, 16)).astype(np.float32)}
+    expected = run(stock, x, exact=True)
+    networks = [woven(rank) for rank in range(2)]
+    if damage is not None:
+        for network in networks:
+            damage(network)
+    wrong = 0
+    for seed in SEEDS:
+        try:
+            got = run(networks, x, exact=True, seed=seed)
+        except TokenWeaveError:
+            wrong += 1
+            continue
+        wrong += not all(np.array_equal(a["out"], b["out"]) for a, b in zip(got, expected, strict=True))
+    return wrong
+
+
+def drop_keep_alive(network: trt.RecordedNetwork) -> None:
+    """The join of a collective no longer holds the collective's input."""
+    join = layer(network, names.join(1, Half.PREFIX))
+    x = layer(network, names.start(1, Half.PREFIX)).inputs[0]
+    position = join.inputs.index(x)
+    join.set_input(position, join.outputs[0].producer.inputs[0])  # type: ignore[union-attr,arg-type]
+
+
+def drop_residual_keep_alive(network: trt.RecordedNetwork) -> None:
+    join = layer(network, names.join(1, Half.SUFFIX))
+    residual = layer(network, names.start(1, Half.SUFFIX)).inputs[1]
+    join.set_input(join.inputs.index(residual), join.inputs[0])  # type: ignore[arg-type]
+
+
+def drop_join(network: trt.RecordedNetwork) -> None:
+    """What follows a collective reads its result without waiting."""
+    join = layer(network, names.join(2, Half.PREFIX))
+    for reader, position in list(join.outputs[0].consumers):
+        reader.set_input(position, join.inputs[0])  # type: ignore[arg-type]
+
+
+def drop_chain_link(network: trt.RecordedNetwork) -> None:
+    """A join no longer comes after the other half's start, so the ranks may start collectives in either order."""
+    join = layer(network, names.join(0, Half.SUFFIX))
+    start = layer(network, names.start(1, Half.PREFIX))
+    join.set_input(join.num_inputs - 1, start.inputs[-1])  # type: ignore[arg-type]
+
+
+def test_the_woven_network_is_right_under_every_schedule() -> None:
+    assert verify(woven(0)) == []
+    assert wrong_runs(None) == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (drop_keep_alive, "is not kept alive by"),
+        (drop_residual_keep_alive, "is not kept alive by"),
+        (drop_join, "is read before its join"),
+        (drop_chain_link, "the chain forks"),
+    ],
+)
+def test_a_missing_edge_is_seen_by_the_checker_and_in_the_result(damage: Damage, problem: str) -> None:
+    network = woven(0)
+    damage(network)
+    assert any(problem in found for found in verify(network)), verify(network)
+    assert wrong_runs(damage) > 0
+
+
+def reads_other_half(network: trt.RecordedNetwork) -> None:
+    prefix = layer(network, names.rows(Half.PREFIX)).outputs[0]
+    suffix_reader, position = layer(network, names.gate(0)).outputs[0].consumers[0]
+    suffix_reader.set_input(position, prefix)
+
+
+def swaps_the_halves(network: trt.RecordedNetwork) -> None:
+    last = next(found for found in network.layers if names.is_concatenate(found.name))
+    prefix, suffix = last.inputs
+    last.set_input(0, suffix)  # type: ignore[arg-type]
+    last.set_input(1, prefix)  # type: ignore[arg-type]
+
+
+def never_joined(network: trt.RecordedNetwork) -> None:
+    join = layer(network, names.join(2, Half.PREFIX))
+    for tensor, source in zip(join.outputs, join.inputs[:2], strict=False):
+        for reader, position in list(tensor.consumers):
+            reader.set_input(position, source)  # type: ignore[arg-type]
+    for reader, position in list(join.outputs[2].consumers):
+        reader.set_input(position, join.inputs[-1])  # type: ignore[arg-type]
+
+
+def host_tensor_cast(network: trt.RecordedNetwork) -> None:
+    host = network.add_input("host_context_lengths", trt.int32, (-1,))
+    network.mark_output(network.add_cast(host, trt.int64).outputs[0])
+
+
+def stock_collective_inside(network: trt.RecordedNetwork) -> None:
+    gate = layer(network, names.gate(0))
+    plugin = trt.get_plugin_registry().get_creator("AllReduce", "1", "tensorrt_llm")
+    assert plugin is not None
+    used = next(x for x in network.layers if isinstance(x, trt.IPluginV2Layer)).plugin
+    extra = network.add_plugin_v2([gate.outputs[0]], used)
+    for reader, position in list(gate.outputs[0].consumers):
+        if reader is not extra:
+            reader.set_input(position, extra.outputs[0])
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (reads_other_half, "reads rows of both halves"),
+        (swaps_the_halves, "does not concatenate the prefix half and the suffix half"),
+        (never_joined, "never joined"),
+        (host_tensor_cast, "which is no plugin"),
+        (stock_collective_inside, "unchained collective"),
+    ],
+)
+def test_the_checker_sees(damage: Damage, problem: str) -> None:
+    network = woven(0)
+    damage(network)
+    assert any(problem in found for found in verify(network)), verify(network)
+
+
+def test_changes_against_the_baseline() -> None:
+    network = Stack(layers=1).build()
+    baseline = Baseline.of(network)
+    weave(network, options())
+    assert verify(network, baseline) == []
+    weights = network.add_constant((16, 16), np.ones((16, 16), np.float32)).outputs[0]
+    gate = layer(network, names.gate(0)).outputs[0]
+    product = network.add_matrix_multiply(gate, trt.MatrixOperation.NONE, weights, trt.MatrixOperation.NONE).outputs[0]
+    for reader, position in list(gate.consumers):
+        if reader is not product.producer:
+            reader.set_input(position, product)
+    network.get_output(0).name = "renamed"
+    problems = verify(network, baseline)
+    assert any("were added or copied" in p for p in problems)
+    assert any("outputs changed" in p for p in problems)

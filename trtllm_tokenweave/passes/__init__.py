@@ -1,0 +1,77 @@
+"""The weave: passes over the network that is about to be built, in the order of :data:`PASSES`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trtllm_tokenweave.errors import TokenWeaveError
+from trtllm_tokenweave.passes.fuse import fuse
+from trtllm_tokenweave.passes.join import join
+from trtllm_tokenweave.passes.plan import Region, WeaveOptions, WeavePlan, make_plan
+from trtllm_tokenweave.passes.split import split
+from trtllm_tokenweave.passes.verify import Baseline, chain_signature, verify, verify_ranks
+
+#: Each leaves the network valid; ``verify`` runs after every one.
+PASSES: tuple[Callable[[Any, WeavePlan], None], ...] = (fuse, split, join)
+
+
+@dataclass(frozen=True)
+class WeaveResult:
+    """What :func:`weave` did, and how long it and its checker took (wall clock, seconds)."""
+
+    plan: WeavePlan
+    weave_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+    @property
+    def mode(self) -> str:
+        """What the network became: "weave" (split and fused), "fuse", or "stock" (nothing was done)."""
+        if not self.plan.sites:
+            return "stock"
+        return "fuse" if self.plan.region is None else "weave"
+
+
+def weave(network: Any, options: WeaveOptions) -> WeaveResult:
+    """Fuse, split and join a network in place.
+
+    Args:
+        network: A network definition, real or recorded.
+        options: See :class:`WeaveOptions`.
+
+    Raises:
+        TokenWeaveError: when the checker finds a fault in the pass's own work; refusals are no errors, they are
+            listed in the plan, and the network is then as it was.
+    """
+    started = time.perf_counter()
+    plan = make_plan(network, options)
+    baseline = Baseline.of(network)
+    checking = 0.0
+    for step in PASSES:
+        step(network, plan)
+        before = time.perf_counter()
+        problems = verify(network, baseline)
+        checking += time.perf_counter() - before
+        if problems:
+            raise TokenWeaveError(f"after {step.__name__}: {problems[0]} ({len(problems)} problems)")
+    return WeaveResult(plan, time.perf_counter() - started - checking, checking)
+
+
+__all__ = [
+    "PASSES",
+    "Baseline",
+    "Region",
+    "WeaveOptions",
+    "WeavePlan",
+    "WeaveResult",
+    "chain_signature",
+    "fuse",
+    "join",
+    "make_plan",
+    "split",
+    "verify",
+    "verify_ranks",
+    "weave",
+]

@@ -1,0 +1,144 @@
+"""Everything the pass will do, decided before the first edit: layers of a network cannot be removed again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from trtllm_tokenweave.attention_roles import split_refusal
+from trtllm_tokenweave.mapping import Mapping
+from trtllm_tokenweave.network import Graph, Node
+from trtllm_tokenweave.passes.rowwise import RowWise
+from trtllm_tokenweave.patterns import FusionSite, Refusal, find_sites
+
+if TYPE_CHECKING:
+    from trtllm_tokenweave.table import PrefixLookup, TuningTable
+
+AttentionMode = Literal["split", "whole", "none"]
+
+
+@dataclass(frozen=True)
+class WeaveOptions:
+    """What the pass needs to know besides the network.
+
+    Attributes:
+        mapping: This rank's place in the tensor-parallel group.
+        table: Splits and launch configurations by step size.
+        max_batch_size: Most sequences of a step.
+        max_num_tokens: Most tokens of a step.
+        split: Cut steps in two; False fuses only.
+        split_attention: Cut attention too; False leaves it whole.
+        max_beam_width: Beams per request of the build.
+    """
+
+    mapping: Mapping
+    table: TuningTable
+    max_batch_size: int
+    max_num_tokens: int
+    split: bool = True
+    split_attention: bool = True
+    max_beam_width: int = 1
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of the network that is cut in two, from ``entry`` (tensor name) to the last site's norm."""
+
+    entry: str
+    attention: AttentionMode
+    lookup: PrefixLookup
+
+
+@dataclass(frozen=True)
+class WeavePlan:
+    """The sites to fuse, what is left alone and why, and the region to split (None: fuse only)."""
+
+    options: WeaveOptions
+    sites: tuple[FusionSite, ...]
+    refused: tuple[Refusal, ...]
+    region: Region | None
+
+    def run_starts(self) -> list[bool]:
+        """Per site: does it start a run, taking the full residual instead of the previous site's shard."""
+        sums = [None, *(s.sum for s in self.sites[:-1])]
+        return [site.residual != before for site, before in zip(self.sites, sums, strict=True)]
+
+
+def make_plan(network: Any, options: WeaveOptions) -> WeavePlan:
+    """Decide what to fuse and whether to split; the network is only read.
+
+    Args:
+        network: A network definition, real or recorded.
+        options: See :class:`WeaveOptions`.
+    """
+    graph = Graph(network)
+    found, refused = find_sites(graph)
+    sites = []
+    for site in found:
+        if site.group == options.mapping.tp_group:
+            sites.append(site)
+        else:
+            reason = f"reduces over ranks {site.group}, the tensor-parallel group is {options.mapping.tp_group}"
+            refused.append(Refusal(site.all_reduce, reason, "fuse"))
+    plan = WeavePlan(options, tuple(sites), tuple(refused), None)
+    region, more = _plan_region(graph, plan)
+    return WeavePlan(options, tuple(sites), (*refused, *more), region)
+
+
+def _plan_region(graph: Graph, plan: WeavePlan) -> tuple[Region | None, list[Refusal]]:
+    if not plan.sites:
+        return None, []
+    options, first, last = plan.options, plan.sites[0], plan.sites[-1]
+
+    def no(where: str, reason: str) -> tuple[None, list[Refusal]]:
+        return None, [Refusal(where, reason, "split")]
+
+    if not options.split:
+        return no("network", "splitting is switched off")
+    lookup = options.table.prefix_lookup(options.max_batch_size, options.max_num_tokens)
+    if lookup.max_suffix == 0:
+        return no("tuning table", f"it splits no step of up to {options.max_num_tokens} tokens")
+    if sum(plan.run_starts()) != 1:
+        at = plan.sites[plan.run_starts().index(True, 1)].all_reduce
+        return no(at, "a site before it is not fused, so the residual stream is interrupted")
+    if graph.shape(first.residual)[0] != -1:
+        return no(first.residual, "its number of tokens is fixed")
+    nodes = graph.ordered(graph.between(first.residual, [last.normed]))
+    failures = _region_failures(graph, plan, nodes)
+    if failures:
+        return None, failures
+    attention = [n for n in nodes if n.plugin_name == "GPTAttention"]
+    mode, whole = _attention_mode(attention, options)
+    return Region(first.residual, mode, lookup), whole
+
+
+def _region_failures(graph: Graph, plan: WeavePlan, nodes: list[Node]) -> list[Refusal]:
+    trusted = {name for site in plan.sites for name in site.layers}
+    rows = RowWise(graph, plan.sites[0].residual, trusted)
+    failures = [Refusal(node.name, f"inside the region: {why}", "split") for node, why in rows.check(nodes)]
+    inside = set(nodes)
+    ends = {plan.sites[-1].normed, plan.sites[-1].sum}
+    for node in nodes:
+        for name in node.outputs:
+            if name in ends:
+                continue
+            outside = [r.name for r, _ in graph.live_readers(name) if r not in inside]
+            if name in graph.outputs:
+                outside.append("a network output")
+            if outside:
+                failures.append(Refusal(node.name, f"its result {name!r} is read outside by {outside[0]}", "split"))
+    return failures
+
+
+def _attention_mode(nodes: list[Node], options: WeaveOptions) -> tuple[AttentionMode, list[Refusal]]:
+    if not nodes:
+        return "none", []
+    if not options.split_attention:
+        return "whole", [Refusal("attention", "split_attention is switched off", "attention")]
+    if options.max_beam_width > 1:
+        return "whole", [Refusal("attention", f"max_beam_width is {options.max_beam_width}", "attention")]
+    for node in nodes:
+        reason = split_refusal(node.fields)
+        if reason:
+            return "whole", [Refusal(node.name, reason, "attention")]
+    return "split", []

@@ -1,0 +1,209 @@
+"""Step 2: clone the region for the suffix half; the original layers serve the prefix half."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from trtllm_tokenweave import trt
+from trtllm_tokenweave.attention_roles import attention_roles
+from trtllm_tokenweave.network import Graph, Node
+from trtllm_tokenweave.passes import names
+from trtllm_tokenweave.passes.clone import clone_layer
+from trtllm_tokenweave.passes.join import thread_chain
+from trtllm_tokenweave.passes.lookup import SizeMath, half_sizes
+from trtllm_tokenweave.passes.order import serial_order
+from trtllm_tokenweave.passes.plan import WeavePlan
+from trtllm_tokenweave.plugin_specs import (
+    ALL_REDUCE_RMS_NORM,
+    ATTENTION,
+    BATCH_SPLIT,
+    NAMESPACE,
+    STREAM_JOIN,
+    VERSION,
+    AttentionRole,
+    Half,
+)
+from trtllm_tokenweave.recorder.plugin import FieldValue
+
+#: Device tensors of the batch that differ between the halves, in the order of TokenWeaveBatchSplit's inputs.
+_BATCH_ROLES = (
+    AttentionRole.SEQUENCE_LENGTH,
+    AttentionRole.CONTEXT_LENGTHS,
+    AttentionRole.KV_CACHE_BLOCK_OFFSETS,
+    AttentionRole.CACHE_INDIRECTION,
+)
+_HALVES = (Half.PREFIX, Half.SUFFIX)
+
+
+def split(network: Any, plan: WeavePlan) -> None:
+    """Cut the plan's region in two.
+
+    The rows of the halves are sliced once at the region's entry and concatenated once at its end. After this
+    step each collective is joined at once and the suffix half follows the prefix half: correct, not yet overlapped.
+    """
+    if plan.region is not None:
+        _Splitter(network, plan).run()
+        kinds = [site.kind for site in plan.sites]
+        thread_chain(network, serial_order(kinds, plan.region.attention == "whole"))
+
+
+class _Splitter:
+    def __init__(self, network: Any, plan: WeavePlan) -> None:
+        assert plan.region is not None
+        self.network = network
+        self.region = plan.region
+        self.graph = Graph(network)
+        last = names.join(len(plan.sites) - 1, Half.PREFIX)
+        self.last = next(n for n in self.graph.nodes if n.name == last)
+        self.nodes = self.graph.ordered(self.graph.between(self.region.entry, self.last.outputs[:1]))
+        self.inside = set(self.nodes)
+        self.inside_names = frozenset(n.name for n in self.nodes)
+        self.math = SizeMath(network)
+        #: Tensor name of the prefix half -> tensor of the suffix half.
+        self.suffix: dict[str, Any] = {}
+        self._metadata: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {}
+
+    def run(self) -> None:
+        graph, tensors = self.graph, self.graph.tensors
+        entry = tensors[self.region.entry]
+        first = next(n for n in self.nodes if n.plugin_name == ALL_REDUCE_RMS_NORM)
+        *_, tokens_ref, batch_ref, chain_start = (tensors[n] for n in first.inputs if n is not None)
+        self.sizes = half_sizes(self.math, self.region.lookup, tokens_ref, batch_ref)
+        self.chain_start = chain_start
+        prefix_rows, suffix_rows = self._rows(entry, names.rows)
+        # Attention left whole waits for both halves: a gate at the entry would wait for itself.
+        whole = self.region.attention == "whole"
+        self.suffix = {self.region.entry: suffix_rows if whole else self._gate(0, suffix_rows)}
+        self.prefix_rows = prefix_rows
+        site = 0
+        for node in self.nodes:
+            if node.plugin_name == "GPTAttention":
+                if self.region.attention == "split":
+                    self._split_attention(node)
+                else:
+                    self._whole_attention(node, site)
+                continue
+            site += node.plugin_name == ALL_REDUCE_RMS_NORM
+            self._clone(node)
+        self._repoint(self.region.entry, prefix_rows)
+        for name in self.last.outputs[:2]:
+            outside = any(reader not in self.inside for reader, _ in graph.live_readers(name))
+            if outside or name in graph.outputs:
+                joined = self.network.add_concatenation([tensors[name], self.suffix[name]])
+                joined.axis = 0
+                joined.name = names.concatenate(name)
+                trt.redirect(self.network, graph, name, joined.get_output(0), self.inside_names)
+
+    def _clone(self, node: Node) -> None:
+        inputs = [None if n is None else self.suffix.get(n, self.graph.tensors[n]) for n in node.inputs]
+        fields, name = None, names.clone(node.name)
+        if node.plugin_name in (ALL_REDUCE_RMS_NORM, STREAM_JOIN):
+            fields = {"half": int(Half.SUFFIX)}
+            of = names.start if node.plugin_name == ALL_REDUCE_RMS_NORM else names.join
+            name = of(int(node.fields["site"]), Half.SUFFIX)
+        copy = clone_layer(self.network, node, inputs, name, fields)
+        for index, output in enumerate(node.outputs):
+            self.suffix[output] = copy.get_output(index)
+
+    def _repoint(self, name: str, new: Any) -> None:
+        """Let the original layers of the region that read a tensor read ``new`` (the prefix half's rows)."""
+        for reader, position in self.graph.readers[name]:
+            if reader in self.inside:
+                reader.layer.set_input(position, new)
+
+    def _rows(self, tensor: Any, name_of: Any) -> tuple[Any, Any]:
+        """Slices [prefix, width] and [suffix, width] of a [tokens, width] tensor."""
+        width = int(tensor.shape[1])
+        starts = (self.math.const(0, 0), self.math.join(self.sizes[0], 0))
+        out = []
+        for half, start, rows in zip(_HALVES, starts, self.sizes, strict=True):
+            layer = self.network.add_slice(tensor, (0, 0), (0, 0), (1, 1))
+            layer.name = name_of(half)
+            layer.set_input(1, start)
+            layer.set_input(2, self.math.join(rows, width))
+            out.append(layer.get_output(0))
+        return out[0], out[1]
+
+    # ---- attention
+
+    def _whole_attention(self, node: Node, site: int) -> None:
+        """Leave an attention layer whole: concatenate the halves before it, slice its result after it."""
+        qkv, result = node.inputs[0], node.outputs[0]
+        assert qkv is not None
+        joined = self.network.add_concatenation([self.graph.tensors[qkv], self.suffix[qkv]])
+        joined.axis = 0
+        joined.name = names.concatenate(node.name)
+        prefix, suffix = self._rows(self.graph.tensors[result], lambda half: names.attention_rows(site, half))
+        node.layer.set_input(0, joined.get_output(0))
+        self._repoint(result, prefix)
+        self.suffix[result] = self._gate(site, suffix)
+
+    def _gate(self, site: int, rows: Any) -> Any:
+        """A pass-through that holds the suffix half's compute behind the chain; its place there is set later."""
+        layer = trt.add_plugin(
+            self.network,
+            (STREAM_JOIN, VERSION, NAMESPACE),
+            names.gate(site),
+            {"num_aliased": 1, "site": -1, "half": int(Half.SUFFIX), "waits": 0},
+            [rows, self.chain_start],
+        )
+        return layer.get_output(0)
+
+    def _split_attention(self, node: Node) -> None:
+        """Replace an attention layer by one wrapper per half; the wrapper owns an inner plugin of its own."""
+        tensors = self.graph.tensors
+        roles = attention_roles(node.fields)
+        at: dict[AttentionRole, int] = {role: i for i, role in enumerate(roles) if role is not AttentionRole.OTHER}
+        originals = [tensors[n] for n in node.inputs if n is not None]
+        halves = self._batch_metadata(at, originals)
+        result, qkv = node.outputs[0], node.inputs[at[AttentionRole.QKV]]
+        assert node.plugin_key is not None
+        assert qkv is not None
+        inner = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in node.fields.items()}
+        fields: dict[str, FieldValue] = {
+            "num_heads": int(node.fields["num_heads"]),
+            "head_size": int(node.fields["head_size"]),
+            "inner_name": node.plugin_key[0].encode(),
+            "inner_version": node.plugin_key[1].encode(),
+            "inner_namespace": node.plugin_key[2].encode(),
+            "inner": json.dumps(inner).encode(),
+            "roles": np.asarray(roles, np.int32),
+        }
+        outputs = []
+        for half, metadata, rows in zip(_HALVES, halves, (tensors[qkv], self.suffix[qkv]), strict=True):
+            inputs = list(originals)
+            inputs[at[AttentionRole.QKV]] = rows
+            for role, tensor in zip(_BATCH_ROLES, metadata, strict=True):
+                inputs[at[role]] = tensor
+            layer = trt.add_plugin(
+                self.network,
+                (ATTENTION, VERSION, NAMESPACE),
+                f"{node.name}/{half.name.lower()}",
+                {"half": int(half), **fields},
+                inputs,
+            )
+            outputs.append(layer.get_output(0))
+        self._repoint(result, outputs[0])
+        self.suffix[result] = outputs[1]
+
+    def _batch_metadata(self, at: dict[AttentionRole, int], originals: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Device metadata of either half, made once per step for all layers that share the batch's tensors."""
+        roles = (AttentionRole.HOST_REQUEST_TYPES, AttentionRole.HOST_CONTEXT_LENGTHS, *_BATCH_ROLES)
+        inputs = [originals[at[role]] for role in roles]
+        key = tuple(t.name for t in inputs)
+        if key not in self._metadata:
+            suffix = f"_{len(self._metadata)}" if self._metadata else ""
+            layer = trt.add_plugin(
+                self.network,
+                (BATCH_SPLIT, VERSION, NAMESPACE),
+                names.BATCH_SPLIT + suffix,
+                {},
+                [self.prefix_rows, *inputs],
+            )
+            count = len(_BATCH_ROLES)
+            made = [layer.get_output(i) for i in range(2 * count)]
+            self._metadata[key] = (made[:count], made[count:])
+        return self._metadata[key]
