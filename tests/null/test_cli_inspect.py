@@ -1,0 +1,147 @@
+"""`trtllm-tokenweave inspect`, and `demo --network`: what they print, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import Model, tiny
+from support.stack import Stack
+
+import trtllm_tokenweave.recorder as trt
+from trtllm_tokenweave.cli.app import main
+from trtllm_tokenweave.passes import verify
+from trtllm_tokenweave.recorder import store
+from trtllm_tokenweave.table import TableKey, TuningTable
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any, str]:
+    """Run with --json; returns exit code, document, stderr."""
+    code = main([*words, "--json"])
+    out, err = capsys.readouterr()
+    return code, json.loads(out), err
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    path = tmp_path / "network.json"
+    store.save(Model(tiny(), 2).networks()[0], path)
+    return path
+
+
+def test_largest_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    code, document, _ = call(capsys, "inspect", "--preset", "llama-3.3-70b", "--tp", "8")
+    assert code == 0
+    assert len(document["sites"]) == 160
+    assert document["refused"] == []
+    assert document["mode"] == "weave"
+    assert document["seconds"].keys() == {"build", "weave", "verify"}
+    site = document["sites"][1]
+    assert site["kind"] == "mlp"
+    assert site["gamma"] == "transformer.layers.1.input_layernorm.weight_output_0"
+    assert site["eps"] == pytest.approx(1e-5)
+    assert site["all_reduce"].endswith("layers/0/mlp/proj/PLUGIN_V2_AllReduce_0")
+
+
+def test_recorded_network(capsys: pytest.CaptureFixture[str], recorded: Path) -> None:
+    code, document, _ = call(capsys, "inspect", str(recorded))
+    assert code == 0
+    assert [s["kind"] for s in document["sites"]] == ["attention", "mlp"] * 2
+
+
+def test_text_output(capsys: pytest.CaptureFixture[str], recorded: Path) -> None:
+    assert main(["inspect", str(recorded), "--no-split-attention"]) == 0
+    out = capsys.readouterr().out
+    assert "4 sites, mode weave" in out
+    assert "attention whole" in out
+    assert "split_attention is switched off" in out
+
+
+def test_woven_network_is_saved_and_loads(capsys: pytest.CaptureFixture[str], recorded: Path, tmp_path: Path) -> None:
+    woven = tmp_path / "woven.json"
+    code, _, _ = call(capsys, "inspect", str(recorded), "-o", str(woven))
+    assert code == 0
+    network = store.load(woven, trt.get_plugin_registry())
+    assert verify(network) == []
+    assert sum(layer.name.startswith("tokenweave/site_") for layer in network.layers) >= 4 * 4
+
+
+def read_twice(stack: Stack, index: int, reduced: trt.ITensor, _total: trt.ITensor) -> None:
+    if index == 1:
+        reduced.name = "probe"
+        stack.network.mark_output(reduced)
+
+
+def mixing(stack: Stack, index: int, x: trt.ITensor) -> trt.ITensor:
+    mean = stack.network.add_reduce(x, trt.ReduceOperation.AVG, 1, True).outputs[0]
+    return stack.binary(x, mean, "SUB") if index == 2 else x
+
+
+@pytest.mark.parametrize(
+    ("stack", "sites", "stage", "reason"),
+    [
+        (Stack(twist=read_twice), 3, "fuse", "has 2 readers"),
+        (Stack(inner=mixing), 4, "split", "works across tokens"),
+    ],
+)
+def test_refused_places_are_reported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, stack: Stack, sites: int, stage: str, reason: str
+) -> None:
+    path = tmp_path / "network.json"
+    store.save(stack.build(), path)
+    code, document, _ = call(capsys, "inspect", str(path))
+    assert code == 0
+    assert len(document["sites"]) == sites
+    assert document["mode"] == "fuse"
+    assert any(r["stage"] == stage and reason in r["reason"] and r["where"] for r in document["refused"])
+
+
+def other_model(folder: Path) -> Path:
+    path = folder / "table.json"
+    TuningTable(key=TableKey(tp_size=4, hidden_size=8192, dtype="bfloat16", model_kind="dense")).save(path)
+    return path
+
+
+def newer_schema(folder: Path) -> Path:
+    path = other_model(folder)
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"schema_version": 99}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--preset", "llama-9"], "no preset called 'llama-9'"),
+        ([], "give one of NETWORK, --preset and --checkpoint"),
+        (["--preset", "llama-3.2-1b", "--tp", "64"], "tp_size"),
+        (["--preset", "llama-3.2-1b", "--tp", "8", "--rank", "8"], "rank 8"),
+        (["missing.json"], "missing.json"),
+        (["--preset", "llama-3.2-1b", "--tp", "8", "--table", "TABLE"], "key.tp_size"),
+        (["--preset", "llama-3.2-1b", "--tp", "8", "--table", "NEWER"], "newer"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], message: str
+) -> None:
+    words = [
+        str(other_model(tmp_path)) if w == "TABLE" else str(newer_schema(tmp_path)) if w == "NEWER" else w
+        for w in words
+    ]
+    output = tmp_path / "out.json"
+    code, document, err = call(capsys, "inspect", *words, "-o", str(output))
+    assert code == 2
+    assert message in document["error"]["what"] + document["error"]["where"]
+    assert len(err.strip().splitlines()) == 1
+    assert not output.exists()
+
+
+def test_network_without_collectives(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    network = trt.RecordedNetwork()
+    network.mark_output(network.add_identity(network.add_input("x", trt.float32, (-1, 8))).outputs[0])
+    store.save(network, tmp_path / "n.json")
+    code, document, _ = call(capsys, "inspect", str(tmp_path / "n.json"))
+    assert code == 2
+    assert "nothing to fuse" in document["error"]["what"]
