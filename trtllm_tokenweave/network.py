@@ -59,12 +59,13 @@ class Graph:
     """Snapshot of ``network``.
 
     Raises:
-        UserError: when two tensors share a name or the layers form a cycle.
+        UserError: when two layers or two tensors share a name.
     """
 
     def __init__(self, network: Any) -> None:
         self.network = network
         self.nodes: list[Node] = []
+        self.named: dict[str, Node] = {}
         self.tensors: dict[str, Any] = {}
         self.producer: dict[str, Node] = {}
         self.readers: dict[str, list[tuple[Node, int]]] = {}
@@ -92,6 +93,9 @@ class Graph:
         inputs = [None if (t := layer.get_input(i)) is None else str(t.name) for i in range(layer.num_inputs)]
         outputs = [self._own(layer.get_output(i)) for i in range(layer.num_outputs)]
         node = Node(index, layer, kind, inputs, outputs)
+        if node.name in self.named:
+            raise UserError("two layers have this name", where=f"layer {node.name}")
+        self.named[node.name] = node
         if kind in ("PLUGIN_V2", "PLUGIN_V3"):
             plugin = layer.plugin
             node.plugin_key = (plugin.plugin_type, plugin.plugin_version, plugin.plugin_namespace)

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from trtllm_tokenweave.network import Graph, Node
-from trtllm_tokenweave.plugin_specs import SiteKind
+from trtllm_tokenweave.plugin_specs import NAMESPACE, SiteKind
 
 ALL_REDUCE_KEY = ("AllReduce", "1", "tensorrt_llm")
+#: Plugins in which ranks meet; all ranks must reach them in one order.
+COLLECTIVES = frozenset({"AllReduce", "AllGather", "ReduceScatter", "GemmAllReduce", "Send", "Recv"})
 FUSION_NONE, FUSION_RESIDUAL_RMS_NORM = 0, 1
 _FLOATS = ("FLOAT", "HALF", "BF16")
 
@@ -78,6 +80,11 @@ def is_all_reduce(node: Node) -> bool:
     return node.plugin_key == ALL_REDUCE_KEY
 
 
+def is_collective(node: Node) -> bool:
+    """Whether a layer is a stock collective (not one of this project's)."""
+    return node.plugin_key is not None and node.plugin_key[2] != NAMESPACE and node.plugin_name in COLLECTIVES
+
+
 def find_sites(graph: Graph) -> tuple[list[FusionSite], list[Refusal]]:
     """Find every fusion site among the live layers, in execution order, and the candidates that are none.
 
@@ -96,9 +103,12 @@ def find_sites(graph: Graph) -> tuple[list[FusionSite], list[Refusal]]:
             refused.append(Refusal(node.name, str(refusal), "fuse"))
     kinds = _kinds(graph, matches)
     adds = _residual_adds(graph)
+    matched = {name for site in matches for name in site.layers}
     sites: list[FusionSite] = []
-    for site, kind in zip(matches, kinds, strict=True):
-        reason = _other_reader(graph, site, adds)
+    for site, following, kind in zip(matches, [*matches[1:], None][: len(matches)], kinds, strict=True):
+        # A residual add of a later site that is not the next would read a residual stream that is gone by then.
+        allowed = {n for n in adds if n.name not in matched or (following is not None and n.name in following.layers)}
+        reason = _other_reader(graph, site, allowed)
         if reason:
             refused.append(Refusal(site.all_reduce, reason, "fuse"))
         else:
@@ -141,7 +151,7 @@ def _match_chain(graph: Graph, node: Node) -> FusionSite:
         if reader is None:
             count = len(graph.live_readers(current)) + (current in graph.outputs)
             raise Refused(f"the all-reduce result {current!r} has {count} readers, expected only the residual add")
-        if reader.kind == "CAST":
+        if reader.kind == "CAST" and graph.dtype(reader.outputs[0]) in _FLOATS:
             pass
         elif reader.kind == "ELEMENTWISE" and reader.op() == "PROD":
             factor = graph.scalar(_other_input(reader, current))
@@ -153,12 +163,13 @@ def _match_chain(graph: Graph, node: Node) -> FusionSite:
                 break
             if bias is not None:
                 raise Refused(f"layer {reader.name} adds a second bias")
-            bias = _vector(graph, other)
+            bias = other
         else:
             raise Refused(f"layer {reader.name} ({reader.kind}) stands between the all-reduce and the residual add")
         layers.append(reader)
         current = reader.outputs[0]
     total = reader.outputs[0]
+    norm = _single_norm(graph, total)
     cast_in = graph.producer.get(x)
     if graph.dtype(x) != graph.dtype(total) and cast_in is not None and cast_in.kind == "CAST":
         # A cast to the collective's own dtype; the fused operation works in the model's.
@@ -167,7 +178,7 @@ def _match_chain(graph: Graph, node: Node) -> FusionSite:
         layers.append(cast_in)
         x = _first(cast_in)
     _check_rows(graph, x, other, total)
-    norm = _single_norm(graph, total)
+    _check_eps(norm.eps)
     return FusionSite(
         all_reduce=node.name,
         layers=tuple(n.name for n in (*layers, reader, *norm.layers)),
@@ -176,7 +187,7 @@ def _match_chain(graph: Graph, node: Node) -> FusionSite:
         sum=total,
         normed=norm.output,
         gamma=norm.gamma,
-        bias=bias,
+        bias=None if bias is None else _vector(graph, bias, graph.shape(total)[1]),
         eps=norm.eps,
         group=_group(node),
         kind=SiteKind.MLP,
@@ -196,6 +207,8 @@ def _match_fused(graph: Graph, node: Node) -> FusionSite:
     x, layers = inputs[0], [node]
     normed, total = node.outputs[:2]
     _check_rows(graph, x, residual, total)
+    _check_eps(float(node.fields["eps"]))
+    hidden = graph.shape(total)[1]
     return FusionSite(
         all_reduce=node.name,
         layers=tuple(n.name for n in layers),
@@ -203,8 +216,8 @@ def _match_fused(graph: Graph, node: Node) -> FusionSite:
         residual=residual,
         sum=total,
         normed=normed,
-        gamma=_vector(graph, gamma),
-        bias=_vector(graph, inputs[-3]) if flags["bias"] else None,
+        gamma=_vector(graph, gamma, hidden),
+        bias=_vector(graph, inputs[-3], hidden) if flags["bias"] else None,
         eps=float(node.fields["eps"]),
         group=_group(node),
         kind=SiteKind.MLP,
@@ -218,20 +231,27 @@ def _check_rows(graph: Graph, x: str, residual: str, total: str) -> None:
             raise Refused(f"tensor {name!r} has shape {shape}, expected [tokens, hidden] with hidden a multiple of 8")
         if graph.dtype(name) not in _FLOATS or graph.dtype(name) != graph.dtype(total):
             raise Refused(f"tensor {name!r} is {graph.dtype(name)}, the residual stream is {graph.dtype(total)}")
-    if graph.shape(x)[1] != graph.shape(residual)[1] or graph.shape(residual) != graph.shape(total):
+    if not graph.shape(x) == graph.shape(residual) == graph.shape(total):
         raise Refused(f"shapes of {x!r}, {residual!r} and {total!r} differ")
+    if x in graph.outputs:
+        raise Refused(f"the all-reduce's input {x!r} is a network output")
 
 
-def _vector(graph: Graph, name: str) -> str:
+def _check_eps(eps: float) -> None:
+    if not 0.0 <= eps <= 1.0:
+        raise Refused(f"epsilon {eps} is outside 0..1")
+
+
+def _vector(graph: Graph, name: str, hidden: int) -> str:
     """The [hidden] constant behind its reshape to [1, hidden], or the constant itself."""
     node = graph.producer.get(name)
     if node is not None and node.kind == "SHUFFLE" and graph.is_constant(name):
         source = node.inputs[0]
-        if source is not None and len(graph.shape(source)) == 1:
+        if source is not None and graph.shape(source) == (hidden,):
             return source
     shape = graph.shape(name)
-    if not graph.is_constant(name) or len(shape) > 2 or (len(shape) == 2 and shape[0] != 1):
-        raise Refused(f"tensor {name!r} with shape {shape} is no constant vector")
+    if not graph.is_constant(name) or shape not in ((hidden,), (1, hidden)):
+        raise Refused(f"tensor {name!r} with shape {shape} is no constant vector of {hidden}")
     return name
 
 
@@ -286,7 +306,7 @@ def match_rms_norm(graph: Graph, source: str, first: Node) -> NormMatch | None:
     if divide.inputs[:2] != [x, root.outputs[0]]:
         raise Refused(f"layer {divide.name} does not divide the input by its root mean square")
     layers += [square, mean, plus, root, divide]
-    if x != source and {n for n, _ in graph.live_readers(x)} != {square, divide}:
+    if x != source and (x in graph.outputs or {n for n, _ in graph.live_readers(x)} != {square, divide}):
         raise Refused(f"tensor {x!r} inside the norm has another reader")
     current = divide
     after = graph.single_reader(current.outputs[0])
@@ -295,7 +315,7 @@ def match_rms_norm(graph: Graph, source: str, first: Node) -> NormMatch | None:
         current = after
     scale = _step(graph, current, "ELEMENTWISE", "PROD")
     layers.append(scale)
-    gamma = _vector(graph, _other_input(scale, current.outputs[0]))
+    gamma = _vector(graph, _other_input(scale, current.outputs[0]), graph.shape(source)[-1])
     if graph.dtype(scale.outputs[0]) != graph.dtype(source):
         raise Refused(f"the norm of {source!r} changes its dtype")
     return NormMatch(tuple(layers), gamma, eps, scale.outputs[0])
@@ -326,19 +346,21 @@ def _residual_adds(graph: Graph) -> set[Node]:
         while todo:
             name = todo.pop()
             for reader, _ in graph.live_readers(name):
-                if reader.op() == "SUM" and not graph.is_constant(_other_input(reader, name)):
-                    adds.add(reader)
-                elif reader.kind == "CAST" or reader.op() in ("SUM", "PROD"):
+                others = [n for n in reader.inputs if n is not None and n != name]
+                passes = reader.kind == "CAST" or (reader.kind == "ELEMENTWISE" and reader.op() in ("SUM", "PROD"))
+                if passes and all(graph.is_constant(n) for n in others):
                     todo.extend(reader.outputs)
+                elif reader.kind == "ELEMENTWISE" and reader.op() == "SUM":
+                    adds.add(reader)
     return adds
 
 
-def _other_reader(graph: Graph, site: FusionSite, adds: set[Node]) -> str:
+def _other_reader(graph: Graph, site: FusionSite, allowed: set[Node]) -> str:
     if site.sum in graph.outputs:
         return f"the sum {site.sum!r} is a network output"
     own = set(site.layers)
     for reader, _ in graph.live_readers(site.sum):
-        if reader.name not in own and reader not in adds:
+        if reader.name not in own and reader not in allowed:
             return f"the sum {site.sum!r} is read by layer {reader.name}, neither its norm nor a residual add"
     return ""
 

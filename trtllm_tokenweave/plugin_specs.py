@@ -172,7 +172,7 @@ SPECS: tuple[PluginSpec, ...] = (
             _chars("table", b""),
         ),
         outputs=_all_reduce_rms_norm,
-        row_wise=True,
+        token_inputs=lambda _fields, _count: frozenset({0, 1}),
     ),
     PluginSpec(
         STREAM_JOIN,
@@ -182,7 +182,7 @@ SPECS: tuple[PluginSpec, ...] = (
         fields=(_int32("num_aliased", 0), _int32("site", -1), _int32("half", 0, 2), _flag("waits")),
         outputs=_stream_join,
         aliased=_join_aliases,
-        row_wise=True,
+        token_inputs=lambda _fields, count: frozenset(range(count - 1)),
     ),
     PluginSpec(
         ATTENTION,

@@ -61,6 +61,14 @@ def constant(
     return layer.get_output(0)
 
 
+def dims_or_none(dims: Any) -> Shape | None:
+    """Dimensions as a tuple, None where they are not set (TensorRT then has Dims of a negative length)."""
+    try:
+        return None if dims is None else tuple(int(d) for d in dims)
+    except ValueError:
+        return None
+
+
 def create_plugin(network: Any, key: PluginKey, name: str, fields: Mapping[str, FieldValue]) -> Any:
     """Create a plugin of a type known to this package from plain field values.
 
@@ -116,12 +124,12 @@ def add_plugin(network: Any, key: PluginKey, name: str, fields: Mapping[str, Fie
 
 
 def redirect(network: Any, graph: Any, name: str, new: Any, keep: frozenset[str]) -> None:
-    """Let every reader of the tensor ``name`` read ``new`` instead, except the layers named in ``keep``.
+    """Let every live reader of the tensor ``name`` read ``new`` instead, except the layers named in ``keep``.
 
     A network output moves along under its old name, in its old place among the outputs.
     """
     old = graph.tensors[name]
-    for reader, position in graph.readers[name]:
+    for reader, position in graph.live_readers(name):
         if reader.name not in keep:
             reader.layer.set_input(position, new)
     if name in graph.outputs:

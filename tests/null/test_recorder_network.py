@@ -139,7 +139,7 @@ def test_reduce_softmax_topk(net: RecordedNetwork) -> None:
     assert out(reduced).shape == (-1, 1)
     reduced.keep_dims = False
     assert out(reduced).shape == (-1,)
-    assert net.add_softmax(x).axes == 2
+    assert net.add_softmax(x).axes == 1, "TensorRT's default: the third axis from the end, at least 0"
     top = net.add_topk(x, trt.TopKOperation.MAX, 2, 2)
     assert [(t.shape, t.dtype) for t in top.outputs] == [((-1, 2), trt.float32), ((-1, 2), trt.int32)]
     for k, axes, message in ((9, 2, "above the axis size"), (0, 2, "below 1"), (1, 3, "exactly one axis")):
@@ -163,10 +163,13 @@ def test_concatenation(net: RecordedNetwork) -> None:
     a, b = matrix(net, "a"), matrix(net, "b", width=3)
     layer = net.add_concatenation([a, a])
     assert (layer.axis, out(layer).shape) == (0, (-1, 8))
-    with pytest.raises(NetworkError, match="differ outside axis 0"):
-        net.add_concatenation([a, b])
     layer.axis = 1
     assert out(layer).shape == (-1, 16)
+    later = net.add_concatenation([a, b])
+    later.axis = 1
+    assert out(later).shape == (-1, 11), "the axis is set after the layer is added"
+    with pytest.raises(NetworkError, match="differ outside axis 0"):
+        later.axis = 0
     with pytest.raises(NetworkError, match="axis 2 is outside"):
         layer.axis = 2
     assert (layer.axis, out(layer).shape) == (1, (-1, 16))

@@ -55,7 +55,6 @@ def test_every_plugin_is_a_v2_plugin_under_tensorrt_llms_names() -> None:
     for spec in SPECS:
         assert spec.v2
         assert spec.key[1:] == ("1", "tensorrt_llm")
-        assert spec.row_wise == (spec.key in (GEMM, MIXTURE_OF_EXPERTS))
         assert trt.get_plugin_registry().get_creator(*spec.key) is not None
 
 

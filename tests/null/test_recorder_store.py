@@ -130,7 +130,7 @@ def network_with_unknown_plugin() -> RecordedNetwork:
         v2=False,
         fields=(),
         outputs=lambda _fields, inputs: [TensorDesc(trt.float16, inputs[0].shape)],
-        row_wise=True,
+        token_inputs=lambda _fields, _count: frozenset({0}),
         open_fields=True,
     )
     registry = PluginRegistry()
@@ -155,7 +155,7 @@ def test_a_plugin_that_nobody_knows_is_opaque(tmp_path: Path) -> None:
         layer = net.get_layer(0)
         assert isinstance(layer, trt.IPluginV3Layer)
         assert layer.plugin.spec.key == KEY
-        assert not layer.plugin.spec.row_wise
+        assert layer.plugin.spec.token_inputs({}, 1) == frozenset()
         assert (out(layer).dtype, out(layer).shape) == (trt.float16, (-1, 8))
         assert layer.plugin.fields["blob"] == b"\x00\xff"
         assert np.array_equal(np.asarray(layer.plugin.fields["sizes"]), [1, 2])
@@ -186,7 +186,11 @@ def _first(document: dict[str, Any], kind: str) -> dict[str, Any]:
         (lambda d: _first(d, "ELEMENTWISE")["attrs"].update(op="XOR"), "needs BOOL"),
         (lambda d: _first(d, "CONSTANT")["attrs"].update(shape=[5]), "do not fill shape"),
         (lambda d: _first(d, "PLUGIN_V2")["plugin"]["fields"].pop("group"), "field 'group' is missing"),
-        (lambda d: d.update(outputs=[0, 0]), "is an output already"),
+        (lambda d: d.update(outputs=d["outputs"] * 2), "is an output already"),
+        (lambda d: d.update(outputs=[0]), "is a network input"),
+        (lambda d: d.update(outputs=[-1]), "is damaged"),
+        (lambda d: d.pop("version"), "has format version None"),
+        (lambda d: d.update(version="x"), "has format version 'x'"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, edit: Any, message: str) -> None:

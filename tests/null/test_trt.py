@@ -47,11 +47,14 @@ def test_redirect_moves_readers_and_outputs() -> None:
     old.name, first.name = "y", "first"
     network.mark_output(first)
     network.mark_output(old)
+    for number, layer in enumerate((kept, moved)):
+        layer.outputs[0].name = f"reader{number}"
+        network.mark_output(layer.outputs[0])
     new = network.add_identity(x).outputs[0]
     seam.redirect(network, Graph(network), "y", new, frozenset({"kept"}))
     assert kept.inputs == [old]
     assert moved.inputs == [new]
-    assert [network.get_output(i).name for i in range(2)] == ["first", "y"]
+    assert [network.get_output(i).name for i in range(4)] == ["first", "y", "reader0", "reader1"]
     assert network.get_output(1) is new
 
 

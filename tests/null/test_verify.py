@@ -139,7 +139,7 @@ def stock_collective_inside(network: trt.RecordedNetwork) -> None:
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (reads_other_half, "reads rows of both halves"),
+        (reads_other_half, "has no twin in the suffix half"),
         (swaps_the_halves, "does not concatenate the prefix half and the suffix half"),
         (never_joined, "never joined"),
         (host_tensor_cast, "which is no plugin"),

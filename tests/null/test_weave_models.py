@@ -14,7 +14,7 @@ from support.models import MAX_TOKENS, Model, ragged_steps, tiny
 from trtllm_tokenweave.batch import SequenceStep
 from trtllm_tokenweave.llama import NetworkOptions, build_llama
 from trtllm_tokenweave.mapping import Mapping
-from trtllm_tokenweave.model_config import preset
+from trtllm_tokenweave.model_config import ModelConfig, preset
 from trtllm_tokenweave.network import Graph
 from trtllm_tokenweave.passes import WeaveOptions, weave
 from trtllm_tokenweave.recorder import RecordedNetwork
@@ -22,6 +22,19 @@ from trtllm_tokenweave.waves import default_table
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MixtralForCausalLM")
 CONTEXTS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 24)), max_size=3)
+CONFIGS = st.builds(
+    lambda architecture, hidden, heads, layers: tiny(
+        architecture,
+        hidden_size=hidden,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        num_hidden_layers=layers,
+    ),
+    st.sampled_from(ARCHITECTURES),
+    st.sampled_from([8, 16, 40]),
+    st.sampled_from([(8, 8), (8, 4), (9, 3), (8, 1)]),
+    st.integers(1, 3),
+)
 GENERATIONS = st.lists(st.integers(1, 20), max_size=4)
 
 
@@ -37,8 +50,8 @@ def tokens_of(steps: list[list[SequenceStep]]) -> int:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    architecture=st.sampled_from(ARCHITECTURES),
-    tp_size=st.integers(2, 8),
+    config=CONFIGS,
+    tp_size=st.integers(1, 8),
     contexts=CONTEXTS,
     generations=GENERATIONS,
     offset=st.sampled_from([0, 8, 24]),
@@ -46,7 +59,7 @@ def tokens_of(steps: list[list[SequenceStep]]) -> int:
     seed=st.one_of(st.none(), st.integers(0, 2**20)),
 )
 def test_woven_equals_stock_bit_for_bit(
-    architecture: str,
+    config: ModelConfig,
     tp_size: int,
     contexts: list[tuple[int, int]],
     generations: list[int],
@@ -56,7 +69,7 @@ def test_woven_equals_stock_bit_for_bit(
 ) -> None:
     steps = ragged_steps(contexts, generations)
     assume(steps and tokens_of(steps) <= MAX_TOKENS)
-    common: dict[str, Any] = {"config": tiny(architecture), "tp_size": tp_size, "integer": True}
+    common: dict[str, Any] = {"config": config, "tp_size": tp_size, "integer": True}
     stock = outputs(Model(**common), steps)
     woven = outputs(Model(**common, weaving="weave", offset=offset, split_attention=split_attention), steps, seed)
     for a, b in zip(stock, woven, strict=True):

@@ -8,7 +8,6 @@ paged context FMHA reads them, so a chunked prefill sees the numbers that a pref
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -22,7 +21,7 @@ from trtllm_tokenweave.interpreter import paged_attention as paged
 from trtllm_tokenweave.interpreter.attention_batch import AttentionBatch, AttentionConfig, read_batch, read_cache
 from trtllm_tokenweave.interpreter.registry import KernelContext, find_kernel, kernel
 from trtllm_tokenweave.plugin_specs import ATTENTION, BATCH_SPLIT, NAMESPACE, VERSION, AttentionRole, Half
-from trtllm_tokenweave.recorder.plugin import Fields
+from trtllm_tokenweave.recorder.plugin import Fields, unpack_fields
 
 Array = NDArray[Any]
 
@@ -112,8 +111,7 @@ def _attend_exact(config: AttentionConfig, batch: AttentionBatch, cache: paged.L
 
 @lru_cache(maxsize=1024)
 def _inner_fields(packed: bytes) -> dict[str, Any]:
-    fields = json.loads(packed.decode("utf-8"))
-    return {name: np.asarray(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return {n: np.asarray(v) if isinstance(v, list) else v for n, v in unpack_fields(packed).items()}
 
 
 def _roles(fields: Fields) -> list[AttentionRole]:

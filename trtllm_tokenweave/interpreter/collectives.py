@@ -5,6 +5,7 @@ Sums over ranks are taken in float32 in rank order, from parts gathered in rank 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from numpy.typing import NDArray
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.interpreter.numeric import matmul, normalised, rank_sum, rounded, widen
 from trtllm_tokenweave.interpreter.registry import KernelContext, kernel
-from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, NAMESPACE, STREAM_JOIN, VERSION, shard_rows
+from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, NAMESPACE, STREAM_JOIN, VERSION, Half, shard_rows
 from trtllm_tokenweave.recorder.plugin import Fields
+from trtllm_tokenweave.schedule import SplitPlan, plan_step
+from trtllm_tokenweave.table import TuningTable
 
 Array = NDArray[Any]
 TRTLLM = "tensorrt_llm"
@@ -112,6 +115,37 @@ def gemm(ctx: KernelContext, fields: Fields, inputs: list[Array]) -> list[Array]
     return [rounded(out, inputs[0].dtype)]
 
 
+@lru_cache(maxsize=256)
+def _planned(table: bytes, batch: int, num_tokens: int) -> SplitPlan:
+    return plan_step(_unpacked(table), batch, num_tokens)
+
+
+@lru_cache(maxsize=16)
+def _unpacked(table: bytes) -> TuningTable:
+    return TuningTable.unpack(table)
+
+
+def _check_step(ctx: KernelContext, fields: Fields, inputs: list[Array]) -> None:
+    """What a collective can tell of its own place: rank, residual, and how many rows the table gives its half."""
+    rows, rank = inputs[0].shape[0], _int(fields, "tp_rank")
+    if rank != ctx.comm.rank:
+        raise UserError(f"is built for tp_rank {rank}, but runs on rank {ctx.comm.rank}")
+    expected = shard_rows(rows, ctx.comm.size) if _int(fields, "residual_sharded") else rows
+    if inputs[1].shape[0] != expected:
+        raise UserError(f"the residual has {inputs[1].shape[0]} rows, expected {expected}")
+    step, sequences = inputs[-3].shape[0], inputs[-2].shape[0]
+    half, table = Half(_int(fields, "half")), fields["table"]
+    planned = step
+    if half is not Half.WHOLE and isinstance(table, bytes) and table:
+        plan = _planned(table, sequences, step)
+        planned = plan.prefix if half is Half.PREFIX else plan.suffix
+    if rows != planned:
+        raise UserError(
+            f"the {half.name.lower()} of a step of {step} tokens has {rows} rows, expected {planned}",
+            fix="stay within the max_num_tokens and max_batch_size that the network was woven for",
+        )
+
+
 @kernel(ALL_REDUCE_RMS_NORM, VERSION, NAMESPACE)
 def all_reduce_rms_norm(ctx: KernelContext, fields: Fields, inputs: list[Array]) -> list[Array]:
     """AllReduce, residual add and RMSNorm, each rank doing its own rows; see `plugin_specs`.
@@ -125,6 +159,7 @@ def all_reduce_rms_norm(ctx: KernelContext, fields: Fields, inputs: list[Array])
     bias = inputs[3] if _int(fields, "has_bias") else None
     comm, rows, dtype = ctx.comm, x.shape[0], x.dtype
     own = shard_rows(rows, comm.size)
+    _check_step(ctx, fields, inputs)
     first, last = min(comm.rank * own, rows), min((comm.rank + 1) * own, rows)
     count = last - first
     total = rank_sum([part[first:last] for part in _gather_equal(ctx, "sum", x)])

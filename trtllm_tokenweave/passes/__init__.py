@@ -47,12 +47,16 @@ def weave(network: Any, options: WeaveOptions) -> WeaveResult:
     """
     started = time.perf_counter()
     plan = make_plan(network, options)
-    baseline = Baseline.of(network)
+    if not plan.sites:
+        return WeaveResult(plan, time.perf_counter() - started)
+    baseline = Baseline.of(network, [site.all_reduce for site in plan.sites])
+    # What was wrong before is none of the pass's business.
+    known = set(verify(network))
     checking = 0.0
     for step in PASSES:
         step(network, plan)
         before = time.perf_counter()
-        problems = verify(network, baseline)
+        problems = [problem for problem in verify(network, baseline) if problem not in known]
         checking += time.perf_counter() - before
         if problems:
             raise TokenWeaveError(f"after {step.__name__}: {problems[0]} ({len(problems)} problems)")

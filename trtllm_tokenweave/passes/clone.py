@@ -63,7 +63,10 @@ def clone_layer(
         case "SHUFFLE":
             copy = _clone_shuffle(network, layer, inputs)
         case "SLICE":
-            copy = network.add_slice(first, layer.start, layer.shape, layer.stride)
+            rank = len(first.shape)
+            # Dims that a dynamic input replaces are unset in TensorRT: anything of the right rank will do.
+            static = [trt.dims_or_none(d) or (fill,) * rank for d, fill in _slice_dims(layer)]
+            copy = network.add_slice(first, *static)
             copy.mode = layer.mode
             for position, tensor in enumerate(inputs[1:], start=1):
                 if tensor is not None:
@@ -74,15 +77,20 @@ def clone_layer(
     return copy
 
 
+def _slice_dims(layer: Any) -> tuple[tuple[Any, int], ...]:
+    return ((layer.start, 0), (layer.shape, 0), (layer.stride, 1))
+
+
 def _clone_shuffle(network: Any, layer: Any, inputs: list[Any]) -> Any:
     copy = network.add_shuffle(inputs[0])
-    for attribute in ("first_transpose", "second_transpose"):
-        value = getattr(layer, attribute)
-        if value is not None:
-            setattr(copy, attribute, value)
     copy.zero_is_placeholder = layer.zero_is_placeholder
+    if layer.first_transpose is not None:
+        copy.first_transpose = layer.first_transpose
     if len(inputs) > 1 and inputs[1] is not None:
         copy.set_input(1, inputs[1])
-    elif layer.reshape_dims is not None:
-        copy.reshape_dims = layer.reshape_dims
+    elif (dims := trt.dims_or_none(layer.reshape_dims)) is not None:
+        copy.reshape_dims = dims
+    # Last: its rank is that of the reshaped tensor.
+    if layer.second_transpose is not None:
+        copy.second_transpose = layer.second_transpose
     return copy

@@ -24,76 +24,82 @@ def fuse(network: Any, plan: WeavePlan) -> None:
     if not plan.sites:
         return
     graph = Graph(network)
-    tensors = graph.tensors
-    chain = trt.constant(network, np.zeros(1, np.int32), name=names.CHAIN_START)
-    tokens_ref, batch_ref = _step_refs(network, graph, plan.sites[0].residual)
-    replaced = frozenset(name for site in plan.sites for name in site.layers)
-    residual: Any = None
-    for index, (site, starts) in enumerate(zip(plan.sites, plan.run_starts(), strict=True)):
-        gather = any(reader.name not in replaced for reader, _ in graph.live_readers(site.sum))
+    fuser = _Fuser(network, plan, graph)
+    for index, starts in enumerate(plan.run_starts()):
+        fuser.replace(index, starts)
+
+
+class _Fuser:
+    def __init__(self, network: Any, plan: WeavePlan, graph: Graph) -> None:
+        self.network, self.plan, self.graph = network, plan, graph
+        self.half = Half.WHOLE if plan.region is None else Half.PREFIX
+        self.replaced = frozenset(name for site in plan.sites for name in site.layers)
+        self.chain = trt.constant(network, np.zeros(1, np.int32), name=names.CHAIN_START)
+        self.tokens_ref = graph.tensors[plan.tokens_ref]
+        if plan.batch_ref is None:
+            self.batch_ref = trt.constant(network, np.zeros(1, np.int32), name=names.ONE_SEQUENCE)
+        else:
+            self.batch_ref = graph.tensors[plan.batch_ref]
+        self.table = plan.options.table.pack()
+        #: Tensors of the network as it was that a fused operation now puts out.
+        self.current: dict[str, Any] = {}
+        self.gathered = False
+
+    def tensor(self, name: str) -> Any:
+        """What stands for a tensor of the network as it was."""
+        return self.current.get(name, self.graph.tensors[name])
+
+    def replace(self, index: int, starts: bool) -> None:
+        """Put the fused operation in a site's place; ``starts``: it takes the full residual."""
+        site = self.plan.sites[index]
+        x, held = self.tensor(site.x), self.tensor(site.residual)
+        # Before the readers move: a reader outside the sites needs every row of the residual.
+        gather = any(reader.name not in self.replaced for reader, _ in self.graph.live_readers(site.sum))
         fields: dict[str, FieldValue] = {
             "group": np.asarray(site.group, np.int32),
-            "tp_rank": plan.options.mapping.tp_rank,
-            "type_id": recorder.DataType[graph.dtype(site.x)].value,
+            "tp_rank": self.plan.options.mapping.tp_rank,
+            "type_id": recorder.DataType[self.graph.dtype(site.residual)].value,
             "eps": site.eps,
             "kind": int(site.kind),
             "site": index,
-            "half": int(Half.WHOLE if plan.region is None else Half.PREFIX),
-            "residual_sharded": int(not starts),
+            "half": int(self.half),
+            "residual_sharded": int(not starts and not self.gathered),
             "gather_residual": int(gather),
             "has_bias": int(site.bias is not None),
-            "side_stream": int(plan.region is not None),
-            "table": plan.options.table.pack(),
+            "side_stream": int(self.plan.region is not None),
+            "table": self.table,
         }
-        held = tensors[site.residual] if starts else residual
-        x = tensors[site.x]
-        vectors = [_flat(network, graph, site, n) for n in (site.gamma, site.bias) if n is not None]
-        half = Half.WHOLE if plan.region is None else Half.PREFIX
+        vectors = [self._flat(site, "gamma", site.gamma)]
+        if site.bias is not None:
+            vectors.append(self._flat(site, "bias", site.bias))
         layer = trt.add_plugin(
-            network,
+            self.network,
             (ALL_REDUCE_RMS_NORM, VERSION, NAMESPACE),
-            names.start(index, half),
+            names.start(index, self.half),
             fields,
-            [x, held, *vectors, tokens_ref, batch_ref, chain],
+            [x, held, *vectors, self.tokens_ref, self.batch_ref, self.chain],
         )
-        normed, residual, chain = (layer.get_output(i) for i in range(3))
-        if plan.region is not None:
+        outputs = [layer.get_output(i) for i in range(3)]
+        if self.plan.region is not None:
             join = trt.add_plugin(
-                network,
+                self.network,
                 (STREAM_JOIN, VERSION, NAMESPACE),
-                names.join(index, half),
-                {"num_aliased": 2, "site": index, "half": int(half), "waits": 1},
-                [normed, residual, x, held, chain],
+                names.join(index, self.half),
+                {"num_aliased": 2, "site": index, "half": int(self.half), "waits": 1},
+                [*outputs[:2], x, held, outputs[2]],
             )
-            normed, residual, chain = (join.get_output(i) for i in range(3))
-        trt.redirect(network, graph, site.sum, residual, replaced)
-        trt.redirect(network, graph, site.normed, normed, frozenset(site.layers))
+            outputs = [join.get_output(i) for i in range(3)]
+        self.current[site.normed], self.current[site.sum], self.chain = outputs
+        self.gathered = gather
+        trt.redirect(self.network, self.graph, site.sum, self.current[site.sum], self.replaced)
+        trt.redirect(self.network, self.graph, site.normed, self.current[site.normed], frozenset(site.layers))
 
-
-def _flat(network: Any, graph: Graph, site: FusionSite, name: str) -> Any:
-    """The weight as [hidden]; a reshape that TensorRT folds where it is stored as [1, hidden]."""
-    tensor = graph.tensors[name]
-    if len(tensor.shape) == 1:
-        return tensor
-    layer = network.add_shuffle(tensor)
-    layer.reshape_dims = (tensor.shape[-1],)
-    layer.name = f"{site.all_reduce}/tokenweave_flat"
-    return layer.get_output(0)
-
-
-def _step_refs(network: Any, graph: Graph, entry: str) -> tuple[Any, Any]:
-    """Two tensors whose dimension 0 is the step's tokens and its sequences; only their shapes are ever read.
-
-    Network inputs are preferred: they are bound for the whole step anyway, so nothing is kept alive for them.
-    """
-    tokens = graph.tensors[entry]
-    inputs = [graph.tensors[n] for n in graph.inputs]
-    if "input_ids" in graph.inputs:
-        tokens = graph.tensors["input_ids"]
-    else:
-        above = {n for node in graph.ancestors([entry]) for n in node.inputs} | {entry}
-        dynamic = [t for t in inputs if t.name in above and len(t.shape) > 0 and t.shape[0] == -1]
-        tokens = dynamic[0] if dynamic else tokens
-    if "context_lengths" in graph.inputs:
-        return tokens, graph.tensors["context_lengths"]
-    return tokens, trt.constant(network, np.zeros(1, np.int32), name=names.ONE_SEQUENCE)
+    def _flat(self, site: FusionSite, role: str, name: str) -> Any:
+        """A vector as [hidden]; a reshape that TensorRT folds where it is stored as [1, hidden]."""
+        tensor = self.graph.tensors[name]
+        if len(tensor.shape) == 1:
+            return tensor
+        layer = self.network.add_shuffle(tensor)
+        layer.reshape_dims = (tensor.shape[-1],)
+        layer.name = f"{site.all_reduce}/tokenweave_{role}"
+        return layer.get_output(0)

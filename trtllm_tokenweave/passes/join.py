@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from typing import Any
 
 from trtllm_tokenweave.network import Graph
@@ -34,7 +35,16 @@ def thread_chain(network: Any, events: list[Event]) -> None:
         layer.set_input(layer.num_inputs - 1, chain)
         chain = layer.get_output(layer.num_outputs - 1)
 
+    for name in chain_names(events, nodes):
+        link(name)
+
+
+def chain_names(events: list[Event], known: Container[str]) -> Iterator[str]:
+    """Layer names on the chain in order: the events', with the gates that ``known`` holds in their places."""
     for event in events:
-        if event.action == "start" and event.half is Half.SUFFIX and names.gate(event.site) in nodes:
-            link(names.gate(event.site))
-        link((names.start if event.action == "start" else names.join)(event.site, event.half))
+        if event.action == "start" and event.half is Half.SUFFIX:
+            number = 0
+            while names.gate(event.site, number) in known:
+                yield names.gate(event.site, number)
+                number += 1
+        yield (names.start if event.action == "start" else names.join)(event.site, event.half)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from trtllm_tokenweave.plugin_specs import Half
 
 PREFIX = "tokenweave"
@@ -30,14 +32,14 @@ def rows(half: Half) -> str:
     return f"{PREFIX}/rows/{half.name.lower()}"
 
 
-def attention_rows(site: int, half: Half) -> str:
-    """Layer name of the slice that gives a half its rows of a whole attention's result."""
-    return f"{PREFIX}/site_{site}/attention_rows/{half.name.lower()}"
+def attention_rows(site: int, number: int, half: Half) -> str:
+    """Layer name of the slice that gives a half its rows of the ``number``-th whole attention before a site."""
+    return f"{PREFIX}/site_{site}/attention_rows_{number}/{half.name.lower()}"
 
 
-def gate(site: int) -> str:
-    """Layer name of the ordering edge that keeps the suffix half's work behind the prefix half's collective."""
-    return f"{PREFIX}/site_{site}/gate"
+def gate(site: int, number: int = 0) -> str:
+    """Layer name of an ordering edge that keeps the suffix half's work behind the prefix half's collective."""
+    return f"{PREFIX}/site_{site}/gate_{number}"
 
 
 def concatenate(name: str) -> str:
@@ -52,5 +54,10 @@ def is_concatenate(name: str) -> bool:
 
 def is_rows(name: str, half: Half) -> bool:
     """Whether a layer name is one of :func:`rows` or :func:`attention_rows` for ``half``."""
-    whole = name.startswith(f"{PREFIX}/site_") and name.endswith(f"/attention_rows/{half.name.lower()}")
-    return whole or name == rows(half)
+    whole = re.fullmatch(rf"{PREFIX}/site_\d+/attention_rows_\d+/{half.name.lower()}", name)
+    return whole is not None or name == rows(half)
+
+
+def is_attention_rows(name: str) -> bool:
+    """Whether a layer name is one of :func:`attention_rows`."""
+    return re.fullmatch(rf"{PREFIX}/site_\d+/attention_rows_\d+/\w+", name) is not None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from trtllm_tokenweave.attention_roles import split_refusal
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.network import Graph, Node
-from trtllm_tokenweave.passes.rowwise import RowWise
-from trtllm_tokenweave.patterns import FusionSite, Refusal, find_sites
+from trtllm_tokenweave.passes.rowwise import Rows, RowWise
+from trtllm_tokenweave.patterns import FusionSite, Refusal, find_sites, is_collective
 
 if TYPE_CHECKING:
     from trtllm_tokenweave.table import PrefixLookup, TuningTable
@@ -51,12 +51,18 @@ class Region:
 
 @dataclass(frozen=True)
 class WeavePlan:
-    """The sites to fuse, what is left alone and why, and the region to split (None: fuse only)."""
+    """The sites to fuse, what is left alone and why, and the region to split (None: fuse only).
+
+    ``tokens_ref`` and ``batch_ref`` name tensors whose dimension 0 is the step's tokens and its sequences (None: one
+    sequence); only their dimensions are ever read.
+    """
 
     options: WeaveOptions
     sites: tuple[FusionSite, ...]
     refused: tuple[Refusal, ...]
     region: Region | None
+    tokens_ref: str = ""
+    batch_ref: str | None = None
 
     def run_starts(self) -> list[bool]:
         """Per site: does it start a run, taking the full residual instead of the previous site's shard."""
@@ -81,13 +87,35 @@ def make_plan(network: Any, options: WeaveOptions) -> WeavePlan:
             reason = f"reduces over ranks {site.group}, the tensor-parallel group is {options.mapping.tp_group}"
             refused.append(Refusal(site.all_reduce, reason, "fuse"))
     plan = WeavePlan(options, tuple(sites), tuple(refused), None)
+    if not sites:
+        return plan
     region, more = _plan_region(graph, plan)
-    return WeavePlan(options, tuple(sites), (*refused, *more), region)
+    return replace(
+        plan,
+        refused=(*refused, *more),
+        region=region,
+        tokens_ref=_tokens_ref(graph, sites[0].residual),
+        batch_ref="context_lengths" if "context_lengths" in graph.inputs else None,
+    )
+
+
+def _tokens_ref(graph: Graph, entry: str) -> str:
+    """A network input with as many rows as ``entry``, where that can be proven; else ``entry`` itself.
+
+    Inputs are bound for the whole step anyway, so nothing is kept alive for them.
+    """
+    if entry in graph.inputs:
+        return entry
+    for name in graph.inputs:
+        nodes = graph.between(name, [entry])
+        if graph.shape(name)[:1] == (-1,) and nodes:
+            rows = RowWise(graph, name)
+            if not rows.check(graph.ordered(nodes)) and rows.rows.get(entry) is Rows.TOKEN:
+                return name
+    return entry
 
 
 def _plan_region(graph: Graph, plan: WeavePlan) -> tuple[Region | None, list[Refusal]]:
-    if not plan.sites:
-        return None, []
     options, first, last = plan.options, plan.sites[0], plan.sites[-1]
 
     def no(where: str, reason: str) -> tuple[None, list[Refusal]]:
@@ -103,6 +131,9 @@ def _plan_region(graph: Graph, plan: WeavePlan) -> tuple[Region | None, list[Ref
         return no(at, "a site before it is not fused, so the residual stream is interrupted")
     if graph.shape(first.residual)[0] != -1:
         return no(first.residual, "its number of tokens is fixed")
+    loose = _loose_collective(graph, plan)
+    if loose is not None:
+        return no(loose, "this collective is neither before the first site nor after the last")
     nodes = graph.ordered(graph.between(first.residual, [last.normed]))
     failures = _region_failures(graph, plan, nodes)
     if failures:
@@ -112,10 +143,24 @@ def _plan_region(graph: Graph, plan: WeavePlan) -> tuple[Region | None, list[Ref
     return Region(first.residual, mode, lookup), whole
 
 
+def _loose_collective(graph: Graph, plan: WeavePlan) -> str | None:
+    """A stock collective that could run beside the chained ones, in another order on each rank."""
+    first, last = plan.sites[0], plan.sites[-1]
+    fused = {site.all_reduce for site in plan.sites}
+    ordered = graph.ancestors([first.x, first.residual]) | graph.descendants(last.normed)
+    loose = (n.name for n in graph.nodes if n in graph.live and is_collective(n) and n not in ordered)
+    return next((name for name in loose if name not in fused), None)
+
+
 def _region_failures(graph: Graph, plan: WeavePlan, nodes: list[Node]) -> list[Refusal]:
     trusted = {name for site in plan.sites for name in site.layers}
     rows = RowWise(graph, plan.sites[0].residual, trusted)
     failures = [Refusal(node.name, f"inside the region: {why}", "split") for node, why in rows.check(nodes)]
+    for site in plan.sites:
+        for name in (site.x, site.residual):
+            if rows.rows.get(name) is not Rows.TOKEN:
+                reason = f"it reads {name!r}, which is not computed from the region's tokens"
+                failures.append(Refusal(site.all_reduce, reason, "split"))
     inside = set(nodes)
     ends = {plan.sites[-1].normed, plan.sites[-1].sum}
     for node in nodes:

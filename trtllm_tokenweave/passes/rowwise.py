@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from trtllm_tokenweave import recorder
+from trtllm_tokenweave import recorder, trt
 from trtllm_tokenweave.network import Graph, Node
 from trtllm_tokenweave.patterns import Refused
+from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, NAMESPACE, STREAM_JOIN
 
 
 class Rows(enum.Enum):
@@ -30,6 +31,14 @@ Symbols = tuple["int | str | None", ...]
 
 #: Plugins that the split pass replaces or leaves whole; their input 0 is the only per-token one.
 ATTENTION_PLUGINS = frozenset({"GPTAttention", "TokenWeaveAttention"})
+
+
+def is_chained(node: Node) -> bool:
+    """Whether a layer is on the chain: its last input and its last output."""
+    return node.plugin_key is not None and node.plugin_key[::2] in (
+        (ALL_REDUCE_RMS_NORM, NAMESPACE),
+        (STREAM_JOIN, NAMESPACE),
+    )
 
 
 class RowWise:
@@ -56,7 +65,8 @@ class RowWise:
             except Refused as reason:
                 failures.append((node, str(reason)))
                 result = Rows.TOKEN
-            for name in node.outputs:
+            # The chain, last output of our own layers, orders work and holds no rows.
+            for name in node.outputs[:-1] if is_chained(node) else node.outputs:
                 self.rows[name] = result
         return failures
 
@@ -126,16 +136,23 @@ class RowWise:
                 raise Refused("attention reads per-token tensors besides its first input")
             return Rows.TOKEN
         creator = recorder.get_plugin_registry().get_creator(*key)
-        if creator is None or not creator.spec.row_wise:
+        tokens = frozenset() if creator is None else creator.spec.token_inputs(node.fields, len(node.inputs))
+        if not tokens:
             raise Refused(f"plugin {key[0]} is not known to act on each token alone")
-        for name in node.inputs:
-            if self._row(name) is Rows.SIZE:
-                raise Refused(f"plugin {key[0]} reads sizes")
+        for position, name in enumerate(node.inputs):
+            if position in tokens:
+                if self._row(name) is not Rows.TOKEN:
+                    raise Refused(f"input {position} of plugin {key[0]} is not computed from the region's tokens")
+            elif self._row(name) is not None:
+                raise Refused(f"input {position} of plugin {key[0]} depends on the region's tokens")
+            elif key[2] != NAMESPACE:
+                self._static(name)
         return Rows.TOKEN
 
     def _same(self, node: Node) -> Rows:
         names = self._all(node)
-        if node.kind in ("CAST", "IDENTITY") and names[0] in self.symbols:
+        # A size survives only as an integer: in half precision it would be rounded.
+        if self.graph.dtype(node.outputs[0]) in ("INT32", "INT64") and names[0] in self.symbols:
             self.symbols[node.outputs[0]] = self.symbols[names[0]]
         return Rows.SIZE if self._sizes_only(names) else Rows.TOKEN
 
@@ -149,6 +166,8 @@ class RowWise:
         return Rows.TOKEN
 
     def _over_axes(self, node: Node) -> Rows:
+        if len(node.inputs) > 1:
+            raise Refused("has a second input")
         if self._sizes_only(self._all(node)):
             return Rows.SIZE
         if int(node.layer.axes) & 1:
@@ -182,10 +201,12 @@ class RowWise:
             target = self.symbols_of(names[1])
             if target is None or target[0] != TOKENS:
                 raise Refused("reshapes the token dimension")
+            if not all(isinstance(d, int) for d in target[1:]):
+                raise Refused("reshapes to dimensions that depend on sizes")
             return Rows.TOKEN
-        if layer.reshape_dims is None:
+        dims = trt.dims_or_none(layer.reshape_dims)
+        if dims is None:
             return Rows.TOKEN
-        dims = tuple(layer.reshape_dims)
         rest = [int(np.prod(d, dtype=np.int64)) for d in (dims[1:], source[1:]) if all(v > 0 for v in d)]
         copied = dims[0] == 0 and layer.zero_is_placeholder
         if not copied and not (dims[0] == -1 and len(rest) == 2 and rest[0] == rest[1]):
@@ -200,17 +221,20 @@ class RowWise:
                 start, count, step = node.layer.start[0], node.layer.shape[0], node.layer.stride[0]
                 self.symbols[node.outputs[0]] = tuple(known[start + i * step] for i in range(count))
             return Rows.SIZE
-        layer = node.layer
+        if len(node.inputs) > 4 or str(node.layer.mode.name) != "STRICT_BOUNDS":
+            raise Refused("is a slice with axes, or beyond its input's bounds")
 
-        def entry(position: int, static: str) -> int | str | None:
+        def entries(position: int, static: str) -> Symbols:
             name = node.inputs[position] if position < len(node.inputs) else None
             if name is None:
-                return int(getattr(layer, static)[0])
-            known = self.symbols_of(name)
-            return None if known is None else known[0]
+                return tuple(int(v) for v in getattr(node.layer, static))
+            return self.symbols_of(name) or (None,)
 
-        if (entry(1, "start"), entry(2, "shape"), entry(3, "stride")) != (0, TOKENS, 1):
+        start, size, stride = entries(1, "start"), entries(2, "shape"), entries(3, "stride")
+        if (start[0], size[0], stride[0]) != (0, TOKENS, 1):
             raise Refused("slices the token dimension")
+        if not all(isinstance(v, int) for v in (*start[1:], *size[1:], *stride[1:])):
+            raise Refused("slices by numbers that depend on sizes")
         return Rows.TOKEN
 
     def _concatenation(self, node: Node) -> Rows:
@@ -224,6 +248,8 @@ class RowWise:
 
     def _gather(self, node: Node) -> Rows:
         data, indices = self._all(node)
+        if str(node.layer.mode.name) != "DEFAULT" or int(node.layer.num_elementwise_dims):
+            raise Refused("gathers in another mode than DEFAULT")
         if self._sizes_only([data, indices]):
             known, at = self.symbols.get(data), self.symbols_of(indices)
             if known is not None and at is not None:

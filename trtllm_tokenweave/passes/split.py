@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from trtllm_tokenweave.plugin_specs import (
     AttentionRole,
     Half,
 )
-from trtllm_tokenweave.recorder.plugin import FieldValue
+from trtllm_tokenweave.recorder.plugin import FieldValue, pack_fields
 
 #: Device tensors of the batch that differ between the halves, in the order of TokenWeaveBatchSplit's inputs.
 _BATCH_ROLES = (
@@ -76,17 +75,19 @@ class _Splitter:
         prefix_rows, suffix_rows = self._rows(entry, names.rows)
         # Attention left whole waits for both halves: a gate at the entry would wait for itself.
         whole = self.region.attention == "whole"
-        self.suffix = {self.region.entry: suffix_rows if whole else self._gate(0, suffix_rows)}
+        self.suffix = {self.region.entry: suffix_rows if whole else self._gate(names.gate(0), suffix_rows)}
         self.prefix_rows = prefix_rows
-        site = 0
+        site = number = 0
         for node in self.nodes:
             if node.plugin_name == "GPTAttention":
                 if self.region.attention == "split":
                     self._split_attention(node)
                 else:
-                    self._whole_attention(node, site)
+                    self._whole_attention(node, site, number)
+                    number += 1
                 continue
-            site += node.plugin_name == ALL_REDUCE_RMS_NORM
+            if node.plugin_name == ALL_REDUCE_RMS_NORM:
+                site, number = site + 1, 0
             self._clone(node)
         self._repoint(self.region.entry, prefix_rows)
         for name in self.last.outputs[:2]:
@@ -99,6 +100,8 @@ class _Splitter:
 
     def _clone(self, node: Node) -> None:
         inputs = [None if n is None else self.suffix.get(n, self.graph.tensors[n]) for n in node.inputs]
+        for position in self._references(node):
+            inputs[position] = self.graph.tensors[node.inputs[position] or ""]
         fields, name = None, names.clone(node.name)
         if node.plugin_name in (ALL_REDUCE_RMS_NORM, STREAM_JOIN):
             fields = {"half": int(Half.SUFFIX)}
@@ -111,8 +114,14 @@ class _Splitter:
     def _repoint(self, name: str, new: Any) -> None:
         """Let the original layers of the region that read a tensor read ``new`` (the prefix half's rows)."""
         for reader, position in self.graph.readers[name]:
-            if reader in self.inside:
+            if reader in self.inside and position not in self._references(reader):
                 reader.layer.set_input(position, new)
+
+    @staticmethod
+    def _references(node: Node) -> tuple[int, ...]:
+        """Inputs of a collective that stand for the whole step; only their dimensions are read."""
+        count = len(node.inputs)
+        return (count - 3, count - 2) if node.plugin_name == ALL_REDUCE_RMS_NORM else ()
 
     def _rows(self, tensor: Any, name_of: Any) -> tuple[Any, Any]:
         """Slices [prefix, width] and [suffix, width] of a [tokens, width] tensor."""
@@ -129,24 +138,24 @@ class _Splitter:
 
     # ---- attention
 
-    def _whole_attention(self, node: Node, site: int) -> None:
+    def _whole_attention(self, node: Node, site: int, number: int) -> None:
         """Leave an attention layer whole: concatenate the halves before it, slice its result after it."""
         qkv, result = node.inputs[0], node.outputs[0]
         assert qkv is not None
         joined = self.network.add_concatenation([self.graph.tensors[qkv], self.suffix[qkv]])
         joined.axis = 0
         joined.name = names.concatenate(node.name)
-        prefix, suffix = self._rows(self.graph.tensors[result], lambda half: names.attention_rows(site, half))
+        prefix, suffix = self._rows(self.graph.tensors[result], lambda half: names.attention_rows(site, number, half))
         node.layer.set_input(0, joined.get_output(0))
         self._repoint(result, prefix)
-        self.suffix[result] = self._gate(site, suffix)
+        self.suffix[result] = self._gate(names.gate(site, number), suffix)
 
-    def _gate(self, site: int, rows: Any) -> Any:
+    def _gate(self, name: str, rows: Any) -> Any:
         """A pass-through that holds the suffix half's compute behind the chain; its place there is set later."""
         layer = trt.add_plugin(
             self.network,
             (STREAM_JOIN, VERSION, NAMESPACE),
-            names.gate(site),
+            name,
             {"num_aliased": 1, "site": -1, "half": int(Half.SUFFIX), "waits": 0},
             [rows, self.chain_start],
         )
@@ -162,14 +171,13 @@ class _Splitter:
         result, qkv = node.outputs[0], node.inputs[at[AttentionRole.QKV]]
         assert node.plugin_key is not None
         assert qkv is not None
-        inner = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in node.fields.items()}
         fields: dict[str, FieldValue] = {
             "num_heads": int(node.fields["num_heads"]),
             "head_size": int(node.fields["head_size"]),
             "inner_name": node.plugin_key[0].encode(),
             "inner_version": node.plugin_key[1].encode(),
             "inner_namespace": node.plugin_key[2].encode(),
-            "inner": json.dumps(inner).encode(),
+            "inner": pack_fields(node.fields),
             "roles": np.asarray(roles, np.int32),
         }
         outputs = []

@@ -14,39 +14,52 @@ import numpy as np
 
 from trtllm_tokenweave.network import Graph, Node
 from trtllm_tokenweave.passes import names
-from trtllm_tokenweave.passes.rowwise import Rows, RowWise
-from trtllm_tokenweave.patterns import is_all_reduce
+from trtllm_tokenweave.passes.join import chain_names
+from trtllm_tokenweave.passes.order import collective_order, serial_order
+from trtllm_tokenweave.passes.rowwise import is_chained
+from trtllm_tokenweave.passes.twins import halves_match
+from trtllm_tokenweave.patterns import is_collective
 from trtllm_tokenweave.plugin_specs import (
     ALL_REDUCE_RMS_NORM,
     ATTENTION,
-    BATCH_SPLIT,
     NAMESPACE,
     STREAM_JOIN,
     VERSION,
     Half,
+    SiteKind,
 )
 
 #: Constants above this many elements are weights; the pass adds none and copies none.
 _WEIGHT_ELEMENTS = 64
 
+#: Fields of AllReduceRmsNorm that are equal in all of a network's.
+_COMMON_FIELDS = ("group", "tp_rank", "type_id", "side_stream", "table")
+
+Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
+
 
 @dataclass(frozen=True)
 class Baseline:
-    """What the pass must not change: inputs and outputs (name, dtype, shape) and the live weights."""
+    """What the pass must not change: inputs and outputs (name, dtype, shape) and the live weights.
 
-    inputs: tuple[tuple[str, str, tuple[int, ...]], ...]
-    outputs: tuple[tuple[str, str, tuple[int, ...]], ...]
+    ``replaced`` names layers that must be dead once the pass has replaced them.
+    """
+
+    inputs: Signature
+    outputs: Signature
     weights: frozenset[str]
+    replaced: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, network: Any) -> Baseline:
+    def of(cls, network: Any, replaced: Sequence[str] = ()) -> Baseline:
         """Take the baseline of a network before its first edit."""
         graph = Graph(network)
 
-        def describe(names_: Sequence[str]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        def describe(names_: Sequence[str]) -> Signature:
             return tuple((n, graph.dtype(n), graph.shape(n)) for n in names_)
 
-        return cls(describe(graph.inputs), describe(graph.outputs), frozenset(n.outputs[0] for n in _weights(graph)))
+        weights = frozenset(n.outputs[0] for n in _weights(graph))
+        return cls(describe(graph.inputs), describe(graph.outputs), weights, frozenset(replaced))
 
 
 def _weights(graph: Graph) -> list[Node]:
@@ -65,7 +78,7 @@ def verify(network: Any, baseline: Baseline | None = None) -> list[str]:
     graph = Graph(network)
     problems = [problem for check in _CHECKS for problem in check(graph)]
     if baseline is not None:
-        problems += _unchanged(network, baseline)
+        problems += _unchanged(network, graph, baseline)
     return problems
 
 
@@ -96,10 +109,18 @@ def _site(node: Node) -> tuple[int, int]:
     return int(node.fields["site"]), int(node.fields["half"])
 
 
+def _by_index(nodes: set[Node]) -> list[Node]:
+    return sorted(nodes, key=lambda n: n.index)
+
+
+# ---- the chain
+
+
 def _chain(graph: Graph) -> tuple[list[Node], list[str]]:
     """Follow the chain from its constant; returns the layers on it and what is wrong with it."""
-    members = set(_ours(graph, ALL_REDUCE_RMS_NORM)) | set(_ours(graph, STREAM_JOIN))
-    current: str | None = next((n.outputs[0] for n in graph.nodes if n.name == names.CHAIN_START), None)
+    members = {n for n in graph.live if is_chained(n)}
+    start = graph.named.get(names.CHAIN_START)
+    current = None if start is None else start.outputs[0]
     path: list[Node] = []
     while current is not None:
         readers = [r for r in graph.readers[current] if r[0] in members]
@@ -117,31 +138,99 @@ def _chain(graph: Graph) -> tuple[list[Node], list[str]]:
     return path, [f"layer {n.name} is not on the chain that starts at {names.CHAIN_START}" for n in _by_index(missing)]
 
 
-def _by_index(nodes: set[Node]) -> list[Node]:
-    return sorted(nodes, key=lambda n: n.index)
-
-
-def _chain_is_linear(graph: Graph) -> list[str]:
-    return _chain(graph)[1]
+def _chain_is_in_order(graph: Graph) -> list[str]:
+    """The chain is one line, in one of the two orders that the pass makes."""
+    path, problems = _chain(graph)
+    starts = [n for n in path if n.plugin_name == ALL_REDUCE_RMS_NORM]
+    if problems or not starts:
+        return problems
+    found = [n.name for n in path]
+    if not starts[0].fields["side_stream"]:
+        expected = [names.start(i, Half.WHOLE) for i in range(len(starts))]
+        return [] if found == expected else [f"the chain visits the sites in the order {found}"]
+    kinds = {_site(n)[0]: SiteKind(int(n.fields["kind"])) for n in starts}
+    if sorted(kinds) != list(range(len(kinds))):
+        return [f"the chain holds sites {sorted(kinds)}, some are missing"]
+    halves = {_site(n)[1] for n in starts}
+    if halves == {Half.PREFIX}:
+        expected = [of(i, Half.PREFIX) for i in range(len(kinds)) for of in (names.start, names.join)]
+        return [] if found == expected else ["the chain does not visit each start and its join in turn"]
+    order = [kinds[i] for i in range(len(kinds))]
+    whole = any(names.is_attention_rows(n.name) for n in graph.nodes)
+    for make in (serial_order, collective_order):
+        if found == list(chain_names(make(order, whole), graph.named)):
+            return []
+    return ["the chain visits starts and joins in an order that the pass never makes"]
 
 
 def _collectives_are_chained(graph: Graph) -> list[str]:
-    """A stock collective between the halves' collectives would have no defined order."""
-    if not any(n.fields["side_stream"] for n in _ours(graph, ALL_REDUCE_RMS_NORM)):
-        return []
+    """A stock collective that is neither before nor after all chained ones would have no defined order."""
     path = _chain(graph)[0]
-    if not path:
+    if not path or not any(n.fields["side_stream"] for n in _ours(graph, ALL_REDUCE_RMS_NORM)):
         return []
-    region = graph.between(path[0].outputs[-1], path[-1].outputs)
-    loose = [n for n in region if is_all_reduce(n) or n.plugin_name == "AllGather"]
-    return [f"layer {n.name} is an unchained collective between chained ones" for n in _by_index(set(loose))]
+    ordered = graph.ancestors([n for n in path[0].inputs if n is not None])
+    for name in path[-1].outputs:
+        ordered |= graph.descendants(name)
+    loose = {n for n in graph.live if is_collective(n)} - ordered
+    return [f"layer {n.name} is an unchained collective beside chained ones" for n in _by_index(loose)]
+
+
+# ---- collectives and joins
+
+
+def _collectives_fit_together(graph: Graph) -> list[str]:
+    """Fields, references and residual streams of the collectives agree with one another."""
+    starts = {_site(n): n for n in _ours(graph, ALL_REDUCE_RMS_NORM)}
+    problems: list[str] = []
+    if not starts:
+        return problems
+    first = next(iter(starts.values()))
+    for key, node in starts.items():
+        for field in _COMMON_FIELDS:
+            if not np.array_equal(np.asarray(node.fields[field]), np.asarray(first.fields[field])):
+                problems.append(f"field {field} of {node.name} differs from that of {first.name}")
+        if node.inputs[-3:-1] != first.inputs[-3:-1]:
+            problems.append(f"layer {node.name} has other step references than {first.name}")
+        problems += _residual(graph, starts, key)
+    return problems
+
+
+def _residual(graph: Graph, starts: dict[tuple[int, int], Node], key: tuple[int, int]) -> list[str]:
+    """A collective takes the residual of the site before it, as that site puts it out, or a full one."""
+    (site, half), node = key, starts[key]
+    name = node.inputs[1] or ""
+    source = graph.producer.get(name)
+    while source is not None and source.plugin_name == STREAM_JOIN and source.fields["waits"]:
+        name = source.inputs[source.outputs.index(name)] or ""
+        source = graph.producer.get(name)
+    sharded = bool(node.fields["residual_sharded"])
+    before = starts.get((site - 1, half))
+    if source is not None and source.plugin_name == ALL_REDUCE_RMS_NORM and name == source.outputs[1]:
+        if _site(source)[1] != half:
+            return [f"layer {node.name} takes the residual of {source.name}, another half"]
+        if sharded and source is not before:
+            return [f"layer {node.name} takes a shard of {source.name}, not of the site before it"]
+        if source is before and sharded == bool(source.fields["gather_residual"]):
+            return [f"layer {node.name} and {source.name} disagree on whether the residual is sharded"]
+        if half != Half.WHOLE and source is not before:
+            return [f"layer {node.name} takes the residual of {source.name}, not of the site before it"]
+        return []
+    if sharded:
+        return [f"layer {node.name} takes a shard that no collective made"]
+    if half != Half.WHOLE and site > 0:
+        return [f"layer {node.name} takes a residual that does not come from the site before it"]
+    return []
 
 
 def _alive_until_join(graph: Graph) -> list[str]:
     """Every tensor that the communication stream touches is an input of the matching join, and joined before use."""
     problems: list[str] = []
-    joins = {_site(n): n for n in _ours(graph, STREAM_JOIN) if n.fields["waits"]}
-    order = {node: i for i, node in enumerate(_chain(graph)[0])}
+    joins: dict[tuple[int, int], Node] = {}
+    for node in _ours(graph, STREAM_JOIN):
+        if node.fields["waits"]:
+            if _site(node) in joins:
+                problems.append(f"layer {node.name} joins what {joins[_site(node)].name} joins")
+            joins[_site(node)] = node
     for start in _ours(graph, ALL_REDUCE_RMS_NORM):
         if not start.fields["side_stream"]:
             continue
@@ -149,12 +238,10 @@ def _alive_until_join(graph: Graph) -> list[str]:
         if join is None:
             problems.append(f"layer {start.name} runs on the communication stream and is never joined")
             continue
-        if start in order and join in order and order[start] > order[join]:
-            problems.append(f"layer {join.name} joins before {start.name} has started")
-        held = set(join.inputs)
-        touched = [*start.inputs[:2], *start.outputs[:2]]
-        for name in touched:
-            if name not in held:
+        if join.inputs[:2] != start.outputs[:2] or int(join.fields["num_aliased"]) != 2:
+            problems.append(f"layer {join.name} does not pass on the results of {start.name}")
+        for name in start.inputs[:2]:
+            if name not in join.inputs[2:-1]:
                 problems.append(f"tensor {name!r} of {start.name} is not kept alive by {join.name}")
         for name in start.outputs[:2]:
             early = [r.name for r, _ in graph.live_readers(name) if r is not join]
@@ -163,45 +250,7 @@ def _alive_until_join(graph: Graph) -> list[str]:
     return problems + [f"layer {join.name} joins a collective that was never started" for join in joins.values()]
 
 
-def _halves_stay_apart(graph: Graph) -> list[str]:
-    """Each half is row-wise, and only the pass's concatenations read both, prefix first."""
-    entries = [_entries(graph, half) for half in (Half.PREFIX, Half.SUFFIX)]
-    if not any(entries):
-        return []
-    problems: list[str] = []
-    reach = [_half(graph, nodes) for nodes in entries]
-    joins = {n for n in reach[0] | reach[1] if names.is_concatenate(n.name)}
-    for node in _by_index((reach[0] & reach[1]) - joins):
-        problems.append(f"layer {node.name} reads rows of both halves")
-    for node in _by_index(joins):
-        sources = [graph.producer.get(n) if n is not None else None for n in node.inputs]
-        if len(sources) != 2 or any(s not in reach[i] | set(entries[i]) for i, s in enumerate(sources)):
-            problems.append(f"layer {node.name} does not concatenate the prefix half and the suffix half")
-    for nodes, found in zip(entries, reach, strict=True):
-        checker = RowWise(graph, nodes[0].outputs[0] if nodes else "")
-        checker.rows.update({n.outputs[0]: Rows.TOKEN for n in nodes})
-        inner = [n for n in graph.ordered(found) if n not in joins and n.plugin_name != BATCH_SPLIT]
-        problems += [f"layer {n.name}: {why}" for n, why in checker.check(inner)]
-    return problems
-
-
-def _entries(graph: Graph, half: Half) -> list[Node]:
-    """The slices of the pass that give a half its rows."""
-    return [n for n in graph.nodes if n.kind == "SLICE" and n in graph.live and names.is_rows(n.name, half)]
-
-
-def _half(graph: Graph, entries: list[Node]) -> set[Node]:
-    """Live layers that depend on a half's rows, other than through the chain, past its ends."""
-    todo, found = [n for node in entries for n in node.outputs], set[Node]()
-    while todo:
-        for node, position in graph.readers[todo.pop()]:
-            chained = node.plugin_key is not None and node.plugin_name in (ALL_REDUCE_RMS_NORM, STREAM_JOIN)
-            if node not in graph.live or node in found or (chained and position == len(node.inputs) - 1):
-                continue
-            found.add(node)
-            if not names.is_concatenate(node.name) and node.plugin_name != BATCH_SPLIT:
-                todo.extend(node.outputs[:-1] if chained else node.outputs)
-    return found
+# ---- attention, inputs and outputs
 
 
 def _prefix_attends_first(graph: Graph) -> list[str]:
@@ -229,17 +278,17 @@ def _prefix_attends_first(graph: Graph) -> list[str]:
 
 
 def _host_tensors_reach_plugins_only(graph: Graph) -> list[str]:
-    """host_* inputs are CPU addresses declared as device tensors: any other layer would read them on the GPU."""
+    """host_* inputs are CPU addresses declared as device tensors: any layer that reads them would do so on the GPU."""
     return [
         f"host tensor {name!r} is read by layer {reader.name} ({reader.kind}), which is no plugin"
         for name in graph.inputs
         if name.startswith("host_")
         for reader, _ in graph.live_readers(name)
-        if reader.plugin_key is None
+        if reader.plugin_key is None and reader.kind != "SHAPE"
     ]
 
 
-def _unchanged(network: Any, baseline: Baseline) -> list[str]:
+def _unchanged(network: Any, graph: Graph, baseline: Baseline) -> list[str]:
     now = Baseline.of(network)
     problems = []
     for what, before, after in (("inputs", baseline.inputs, now.inputs), ("outputs", baseline.outputs, now.outputs)):
@@ -249,14 +298,16 @@ def _unchanged(network: Any, baseline: Baseline) -> list[str]:
     added, lost = now.weights - baseline.weights, baseline.weights - now.weights
     problems += [f"weights {name!r} were added or copied" for name in sorted(added)]
     problems += [f"weights {name!r} are no longer used" for name in sorted(lost)]
-    return problems
+    alive = {n for n in graph.live if n.name in baseline.replaced}
+    return problems + [f"layer {n.name} was replaced and is still in use" for n in _by_index(alive)]
 
 
 _CHECKS: tuple[Callable[[Graph], list[str]], ...] = (
-    _chain_is_linear,
+    _chain_is_in_order,
     _collectives_are_chained,
+    _collectives_fit_together,
     _alive_until_join,
-    _halves_stay_apart,
+    halves_match,
     _prefix_attends_first,
     _host_tensors_reach_plugins_only,
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from trtllm_tokenweave.recorder import rules
 from trtllm_tokenweave.recorder.enums import (
+    INTEGERS,
     ActivationType,
     DataType,
     ElementWiseOperation,
@@ -191,6 +192,8 @@ class IUnaryLayer(ILayer):
             if self.desc(0).dtype is not DataType.BOOL:
                 self.fail("NOT needs BOOL")
             return [self.desc(0)]
+        if self.op in (UnaryOperation.ABS, UnaryOperation.NEG) and self.desc(0).dtype in INTEGERS:
+            return [TensorDesc(self.desc(0).dtype, self.desc(0).shape)]
         return [rules.float_like(self)]
 
 
@@ -250,6 +253,12 @@ class IConcatenationLayer(ILayer):
     layer_type = LayerType.CONCATENATION
     ATTRS = ("axis",)
     axis: int
+    axis_given: bool = False
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key == "axis" and self.__dict__.get("_ready"):
+            self.__dict__["axis_given"] = True
+        super().__setattr__(key, value)
 
     def infer(self) -> list[TensorDesc]:
         return [rules.concatenation(self)]

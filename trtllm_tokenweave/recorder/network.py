@@ -68,6 +68,8 @@ class RecordedNetwork:
         """Make ``tensor`` a network output."""
         if tensor.is_network_output:
             raise NetworkError("is an output already", where=f"tensor {tensor.name}")
+        if tensor.is_network_input:
+            raise NetworkError("is a network input", where=f"tensor {tensor.name}", fix="mark a copy (add_identity)")
         if any(t.name == tensor.name for t in self._outputs):
             raise NetworkError("there is an output of this name already", where=f"tensor {tensor.name}")
         tensor.is_network_output = True
@@ -143,8 +145,8 @@ class RecordedNetwork:
         return self._add(L.IReduceLayer(self, [input], op=op, axes=axes, keep_dims=keep_dims))
 
     def add_softmax(self, input: ITensor) -> L.ISoftMaxLayer:  # noqa: A002
-        """Add a softmax over the last axis (set ``axes`` for another)."""
-        return self._add(L.ISoftMaxLayer(self, [input], axes=1 << (len(input.shape) - 1)))
+        """Add a softmax; the default axis is TensorRT's: the third from the end, at least 0."""
+        return self._add(L.ISoftMaxLayer(self, [input], axes=1 << max(0, len(input.shape) - 3)))
 
     def add_topk(self, input: ITensor, op: TopKOperation, k: int, axes: int) -> L.ITopKLayer:  # noqa: A002
         """Add a top-k along the axis in the bit mask ``axes``."""

@@ -6,6 +6,7 @@ interpreter are registered elsewhere, under the same (name, version, namespace).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,6 +90,10 @@ def _no_alias(_: Fields, __: int) -> dict[int, int]:
     return {}
 
 
+def _no_token_inputs(_: Fields, __: int) -> frozenset[int]:
+    return frozenset()
+
+
 @dataclass(frozen=True)
 class PluginSpec:
     """A plugin type.
@@ -96,8 +101,9 @@ class PluginSpec:
     Attributes:
         outputs: Maps (fields, input descriptions) to output descriptions; raises NetworkError on bad inputs.
         aliased: Maps (fields, number of inputs) to {output index: input index} of outputs sharing memory.
-        row_wise: True where row i of every output depends on row i of the inputs (dim 0 = tokens) and on
-            inputs without a token dimension only; such a plugin may be run on any subset of a step's tokens.
+        token_inputs: Maps (fields, number of inputs) to the positions of the per-token inputs: row i of every output
+            depends on row i of those, and on all of the others. Such a plugin may be run on any subset of a step's
+            tokens if the others do not depend on them. Empty: with these fields it mixes tokens.
         open_fields: Accept fields that are not listed (plugins whose attribute list differs by release).
     """
 
@@ -108,7 +114,7 @@ class PluginSpec:
     fields: tuple[FieldSpec, ...]
     outputs: Callable[[Fields, Sequence[TensorDesc]], list[TensorDesc]]
     aliased: Callable[[Fields, int], dict[int, int]] = field(default=_no_alias)
-    row_wise: bool = False
+    token_inputs: Callable[[Fields, int], frozenset[int]] = field(default=_no_token_inputs)
     open_fields: bool = False
 
     @property
@@ -233,6 +239,31 @@ class IPluginV3Layer(_PluginLayer):
     """A layer run by a V3 plugin (ours)."""
 
     layer_type = LayerType.PLUGIN_V3
+
+
+def pack_fields(fields: Fields) -> bytes:
+    """Fields as bytes, to carry a plugin's inside another's (JSON; CHAR fields as hexadecimal digits)."""
+
+    def plain(value: FieldValue) -> Any:
+        if isinstance(value, bytes):
+            return {"bytes": value.hex()}
+        return value.tolist() if isinstance(value, np.ndarray) else value
+
+    return json.dumps({name: plain(value) for name, value in fields.items()}).encode()
+
+
+def unpack_fields(packed: bytes) -> dict[str, Any]:
+    """Inverse of :func:`pack_fields`; lists of numbers come back as lists.
+
+    Raises:
+        NetworkError: for bytes that hold no fields.
+    """
+    try:
+        document = json.loads(packed)
+        items = document.items()
+    except (ValueError, AttributeError):
+        raise NetworkError("the bytes hold no plugin fields", where="inner plugin") from None
+    return {n: bytes.fromhex(v["bytes"]) if isinstance(v, dict) else v for n, v in items}
 
 
 def opaque_spec(key: PluginKey, v2: bool, outputs: list[TensorDesc]) -> PluginSpec:

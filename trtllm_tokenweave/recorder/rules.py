@@ -155,7 +155,10 @@ def matrix_multiply(layer: L.IMatrixMultiplyLayer) -> TensorDesc:
 
 
 def concatenation(layer: L.IConcatenationLayer) -> TensorDesc:
-    """Concatenation: equal dtypes and ranks, other dimensions equal."""
+    """Concatenation: equal dtypes and ranks, other dimensions equal.
+
+    TensorRT's axis is set after the layer is added: until then, dimensions that differ are left open.
+    """
     descs = [layer.desc(i) for i in range(layer.num_inputs)]
     first = descs[0]
     rank, axis = len(first.shape), layer.axis
@@ -170,6 +173,8 @@ def concatenation(layer: L.IConcatenationLayer) -> TensorDesc:
             if i == axis:
                 shape[i] = -1 if -1 in (x, y) else x + y
             elif x != y and -1 not in (x, y):
+                if not layer.axis_given:
+                    return TensorDesc(first.dtype, (-1,) * rank)
                 layer.fail(f"shapes {first.shape} and {other.shape} differ outside axis {axis}")
             else:
                 shape[i] = y if x == -1 else x

@@ -176,9 +176,12 @@ def load(path: Path, registry: PluginRegistry) -> RecordedNetwork:
         raise NetworkError(f"cannot be read as JSON: {error}", where=str(path)) from None
     if not isinstance(document, dict) or document.get("format") != "trtllm_tokenweave.network":
         raise NetworkError("is not a recorded network", where=str(path))
-    if document["version"] > FORMAT_VERSION:
+    format_version = document.get("version")
+    if not isinstance(format_version, int) or format_version < 1:
+        raise NetworkError(f"has format version {format_version!r}, expected a number", where=str(path))
+    if format_version > FORMAT_VERSION:
         raise NetworkError(
-            f"has format version {document['version']}, this release reads up to {FORMAT_VERSION}",
+            f"has format version {format_version}, this release reads up to {FORMAT_VERSION}",
             where=str(path),
             fix="upgrade trtllm_tokenweave",
         )
@@ -211,6 +214,8 @@ def _build(document: dict[str, Any], path: Path, registry: PluginRegistry) -> Re
             tensor.name = entry["name"]
         tensors.extend(layer.outputs)
     for output in document["outputs"]:
+        if not 0 <= output < len(tensors):
+            raise IndexError(f"output {output} is no tensor")
         network.mark_output(tensors[output])
     return network
 
@@ -231,6 +236,8 @@ def _layer(
     for key, value in record["attrs"].items():
         enumeration = _ENUMS.get(key) or (_OPS.get(kind) if key in ("op", "mode") else None)
         attrs[key] = enumeration[value] if enumeration else tuple(value) if isinstance(value, list) else value
+    if cls is L.IConcatenationLayer:
+        attrs["axis_given"] = True
     if cls is L.IConstantLayer:
         dtype = enums.DataType[record["weights"]["dtype"]]
         count = int(np.prod(attrs["shape"], dtype=np.int64))

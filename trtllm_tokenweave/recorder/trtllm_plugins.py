@@ -307,7 +307,7 @@ SPECS: tuple[PluginSpec, ...] = (
             _float("alpha"),
         ),
         outputs=_gemm,
-        row_wise=True,
+        token_inputs=lambda fields, _count: frozenset() if _at(fields, "transa") else frozenset({0}),
     ),
     PluginSpec(*GPT_ATTENTION, v2=True, fields=_parse(_ATTENTION_FIELDS), outputs=_gpt_attention, open_fields=True),
     PluginSpec(
@@ -315,7 +315,7 @@ SPECS: tuple[PluginSpec, ...] = (
         v2=True,
         fields=_parse(_MOE_FIELDS),
         outputs=_mixture_of_experts,
-        row_wise=True,
+        token_inputs=lambda fields, _count: frozenset({0, 3, 4} if _at(fields, "use_final_scales") else {0, 3}),
         open_fields=True,
     ),
 )
