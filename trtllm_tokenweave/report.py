@@ -7,15 +7,13 @@ meets half a file.
 from __future__ import annotations
 
 import base64
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from trtllm_tokenweave import __version__
-from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.atomic import check_folder, replace_file
 from trtllm_tokenweave.picture import Picture, ScheduleBox, ScheduleEdge, draw_schedule
 
 StepKind = Literal["context", "mixed", "generation"]
@@ -186,23 +184,9 @@ def write_picture(picture: Picture, folder: Path, stem: str = "schedule") -> tup
 
 
 def _write(path: Path, content: bytes) -> Path:
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as aside:
-            temporary = Path(aside.name)
-            aside.write(content)
-        # Temporary files are private; the result is as readable as any other new file.
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)
-        temporary.replace(path)
-    except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        fix = "choose a folder that you may write to"
-        raise UserError(f"cannot be written: {error.strerror or error}", where=str(path), fix=fix) from error
-    return path
+    check_folder(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return replace_file(path, lambda aside: aside.write_bytes(content))
 
 
 __all__ = [

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from support.models import Model, tiny
 from support.stack import Stack
 
 import trtllm_tokenweave.recorder as trt
-from trtllm_tokenweave.cli import demo as command
 from trtllm_tokenweave.cli.app import main
+from trtllm_tokenweave.config import mpi_environment
 from trtllm_tokenweave.demo import model as demo_model
+from trtllm_tokenweave.demo import mpi
+from trtllm_tokenweave.demo.mpi import run_under_mpi
 from trtllm_tokenweave.demo.timeline import timeline
 from trtllm_tokenweave.model_config import preset
 from trtllm_tokenweave.passes import WeaveOptions, names, weave
@@ -72,6 +75,10 @@ def test_a_fault_in_the_woven_network_is_reported(
     [
         (["--tp", "1"], "has no communication to hide"),
         (["--tp", "64"], "tp_size"),
+        (["--prompt", " "], "prompt 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--max-new-tokens", "99999999"], "exceed the model's"),
+        (["--network", "x.json", "--tp", "2"], "--network"),
         (["--checkpoint", "nothing.gguf"], "nothing.gguf"),
         (["--checkpoint", "BAD"], "GGUF"),
     ],
@@ -127,9 +134,31 @@ def test_recorded_network_with_unknown_inputs_is_woven_only(capsys: pytest.Captu
     assert "its meaning is not known" in document["skipped"]
 
 
-def test_mpi_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_run_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert "mpirun is not installed" in command._under_mpi(3, None, 2, [], Console(quiet=True))["skipped"]
+    assert "mpirun is not installed" in run_under_mpi(3, [])["skipped"]
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    assert "started by mpirun itself" in run_under_mpi(3, [])["skipped"]
+
+
+def test_last_words_of_a_second_run_that_died() -> None:
+    ours = subprocess.CompletedProcess([], 2, "", "-----\nerror: rank 1: no such file\n-----\n")
+    assert mpi._last_words(ours) == "rank 1: no such file"
+    killed = "-----\nmpirun noticed that process rank 1 with PID 7 exited on signal 9 (Killed).\n-----\n"
+    assert "rank 1 with PID 7 exited on signal 9" in mpi._last_words(subprocess.CompletedProcess([], 137, "", killed))
+
+
+@pytest.mark.mpi
+def test_a_rank_that_fails_takes_the_others_down() -> None:
+    """One rank has no checkpoint: the job ends at once with its reason, instead of waiting for it."""
+    program = [sys.executable, "-m", "trtllm_tokenweave.cli.entry", "demo", "--no-report", "--max-new-tokens", "1"]
+    good, bad = ["-n", "1", *program], ["-n", "1", *program, "--checkpoint", "nowhere"]
+    done = subprocess.run(
+        ["mpirun", *good, ":", *bad], capture_output=True, text=True, timeout=120, env=mpi_environment(), check=False
+    )
+    assert done.returncode == 2
+    assert "error: rank 1: nowhere: does not exist" in done.stderr
 
 
 def test_timeline_hides_all_but_the_last_collective() -> None:

@@ -230,5 +230,5 @@ def test_failed_write_leaves_the_old_file_and_nothing_aside(
 
 def test_folder_that_is_a_file(picture: Picture, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="is no folder"):
         write_report(REPORT, picture, tmp_path / "file" / "report.html")

@@ -20,7 +20,7 @@ import sys
 import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.main import get_command
@@ -121,18 +121,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.environment = read_environment()
         # The first word that is no option names the command: the options of the program itself take no values.
         app = build_app([word for word in args if not word.startswith("-")][:1])
-        get_command(app)(args=args, prog_name=PROG, standalone_mode=True)
-    except SystemExit as end:
-        return report.exited(end)
+        code = get_command(app)(args=args or ["--help"], prog_name=PROG, standalone_mode=False)
+        if code == _EXIT_CODES["interrupted"]:
+            return report.say("interrupted", "interrupted", KeyboardInterrupt())
+        return report.ended(code if isinstance(code, int) else 0)
+    except KeyboardInterrupt as error:
+        return report.say("interrupted", "interrupted", error)
     except UserError as error:
         return report.say("user", error.what, error, where=error.where, fix=error.fix)
     except TokenWeaveError as error:
         return report.say("failure", str(error), error)
-    except KeyboardInterrupt as error:
-        return report.say("interrupted", "interrupted", error)
+    except OSError as error:
+        return report.say("failure", f"{type(error).__name__}: {error}", error)
     except Exception as error:  # noqa: BLE001  # the last line of defence: a user should never meet a bare traceback
+        if hasattr(error, "format_message"):
+            return report.usage(error)
         return report.say("unexpected", f"{type(error).__name__}: {error}", error)
-    return 0
 
 
 _EXIT_CODES: dict[ErrorKind, int] = {"usage": 2, "user": 2, "failure": 1, "unexpected": 1, "interrupted": 130}
@@ -157,17 +161,24 @@ class _ErrorReport:
         if self.environment.debug:
             print("".join(traceback.format_exception(error)), end="", file=sys.stderr)
         self._document(kind, what, where, fix)
-        return _EXIT_CODES[kind]
+        return self.ended(_EXIT_CODES[kind])
 
-    def exited(self, end: SystemExit) -> int:
-        """Exit code of a run that typer ended: done, ``typer.Exit``, or wrong usage, which typer has printed."""
-        cause = _cause(end)
-        if isinstance(cause, KeyboardInterrupt):
-            return self.say("interrupted", "interrupted", cause)
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        message = getattr(cause, "format_message", None)
-        if code and message is not None:
-            self._document("usage", message(), "command line", f"see {PROG} --help")
+    def usage(self, error: Any) -> int:
+        """Report wrong usage (a ClickException: typer brings a click of its own, so it is known by its methods)."""
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), file=sys.stderr)
+            return _EXIT_CODES["usage"]
+        context = getattr(error, "ctx", None)
+        fix = f"see {PROG if context is None else context.command_path} --help"
+        return self.say("usage", error.format_message().rstrip("."), error, fix=fix)
+
+    def ended(self, code: int) -> int:
+        """Return the exit code; a rank that failed takes the other ranks down instead of leaving them to wait."""
+        launcher = self.environment.launcher
+        if code and launcher is not None and launcher.size > 1:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            abort_ranks(code)
         return code
 
     def _document(self, kind: ErrorKind, what: str, where: str, fix: str) -> None:
@@ -175,12 +186,11 @@ class _ErrorReport:
             print(json.dumps({"error": {"kind": kind, "what": _one_line(what), "where": where, "fix": fix}}))
 
 
-def _cause(end: BaseException) -> BaseException | None:
-    """The exception that typer turned into a SystemExit: a usage error or an interrupt, or None."""
-    error = end.__context__
-    while error is not None and not isinstance(error, KeyboardInterrupt) and not hasattr(error, "format_message"):
-        error = error.__context__
-    return error
+def abort_ranks(code: int) -> None:
+    """End the MPI job of this process with ``code``, where it has one; MPI is not loaded for it."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(code)
 
 
 def _one_line(text: str) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import platform
 import shlex
-import shutil
-import subprocess
 import sys
+from collections import Counter
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -16,80 +14,100 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from trtllm_tokenweave import __version__
+from trtllm_tokenweave.atomic import check_folder, check_target
 from trtllm_tokenweave.checkpoint import Checkpoint, open_checkpoint, smollm2_gguf
+from trtllm_tokenweave.cli.console import make_console
 from trtllm_tokenweave.cli.inspect import describe, mapping_of, network_table
 from trtllm_tokenweave.comm import CommBackend, MpiComm
-from trtllm_tokenweave.config import mpi_environment, read_environment
+from trtllm_tokenweave.config import read_environment
 from trtllm_tokenweave.demo import DemoOptions, DemoResult, check_network, run_demo
 from trtllm_tokenweave.demo.model import demo_table
+from trtllm_tokenweave.demo.mpi import run_under_mpi
 from trtllm_tokenweave.demo.timeline import timeline
-from trtllm_tokenweave.errors import TokenWeaveError, UserError
+from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.picture import draw_schedule
-from trtllm_tokenweave.recorder import get_plugin_registry, store
+from trtllm_tokenweave.recorder import load
 from trtllm_tokenweave.report import DemoReport, RefusedRow, SiteRow, write_picture, write_report
 
 LIMITS = (
     "The networks run on a numpy interpreter of TensorRT's object model: what is shown is that the woven network "
     "computes the same, not how fast it is.",
-    "The threshold is lowered so that steps of a few dozen tokens split; by default dense models split from 1024.",
+    "The demo brings its own table, which splits steps of a dozen tokens; by default dense models split from 1024.",
     "Sums are made in rank order, so results repeat; on GPUs the order of additions may differ.",
 )
-_MPI_SECONDS = 300
+_FILES = ("report.html", "schedule.png", "schedule.svg")
 
 
 def demo(
-    tp: Annotated[int, typer.Option(help="Ranks.")] = 3,
+    tp: Annotated[int | None, typer.Option(help="Ranks; 3 by default, under mpirun its number of processes.")] = None,
     checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="GGUF file, Hugging Face or TensorRT-LLM folder; default: SmolLM2-135M."),
+        Path | None, typer.Option(help="GGUF file, Hugging Face or TensorRT-LLM folder; default: SmolLM2-135M.")
     ] = None,
     network: Annotated[Path | None, typer.Option(help="Weave and check this recorded network instead.")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Prompt, may be repeated; default: six of them.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt.")] = DemoOptions.max_new_tokens,
     mpi: Annotated[bool, typer.Option(help="Run again under mpirun, one process a rank, where there is MPI.")] = True,
+    report: Annotated[bool, typer.Option(help="Write the picture and the report.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for the picture and the report.")] = Path("demo_report"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Weave a real Llama, run it beside the stock network, and show that both say the same."""
     if network is not None:
+        if prompt or checkpoint is not None or tp is not None:
+            raise UserError("goes without --prompt, --checkpoint and --tp", where="--network")
         _network(network, as_json)
         return
-    launcher = read_environment().launcher
-    comm: CommBackend | None = None
-    if launcher is not None and launcher.size > 1:
-        comm, tp, mpi = MpiComm(), launcher.size, False
+    comm = _ranks(tp)
     leader = comm is None or comm.rank == 0
-    console = Console(stderr=True, quiet=not leader)
-    options = DemoOptions(tp_size=tp, max_new_tokens=max_new_tokens)
-    if prompt:
-        options = DemoOptions(tp_size=tp, max_new_tokens=max_new_tokens, prompts=tuple(prompt))
+    if report and leader:
+        check_folder(out)
+        if out.exists():
+            for name in _FILES:
+                check_target(out / name)
+    console = make_console(stderr=True, quiet=not leader)
+    options = DemoOptions(
+        tp_size=(tp or DemoOptions.tp_size) if comm is None else comm.size,
+        max_new_tokens=max_new_tokens,
+        prompts=tuple(prompt) if prompt else DemoOptions.prompts,
+    )
     model = open_checkpoint(checkpoint if checkpoint is not None else smollm2_gguf(), dtype="float32")
-    try:
-        result = run_demo(model, options, lambda line: console.print(escape(line), style="dim"), comm)
-    except TokenWeaveError as error:
-        if isinstance(comm, MpiComm):
-            # The other ranks wait for this one: say why, and take them down now rather than after their time-out.
-            print(f"error: rank {comm.rank}: {error}", file=sys.stderr, flush=True)
-            comm.abort(2 if isinstance(error, UserError) else 1)
-        raise
+    result = run_demo(model, options, lambda line: console.print(escape(line), style="dim"), comm)
     if not leader:
         return
-    document = _document(result, model, tp)
-    document["mpi"] = _under_mpi(tp, checkpoint, max_new_tokens, prompt or [], console) if mpi else None
-    document["report"] = None
-    if comm is None:
-        document["report"] = str(_write(result, model, options, document, out))
+    document = _document(result, model, options.tp_size)
+    document["mpi"] = None
+    if mpi and comm is None:
+        console.print(f"running again under mpirun -n {options.tp_size}", style="dim")
+        document["mpi"] = run_under_mpi(options.tp_size, _words(checkpoint, max_new_tokens, prompt or []))
+    document["report"] = str(_write(result, model, options, document, out)) if report else None
     if as_json:
         print(json.dumps(document))
     else:
-        _print(document, result)
+        _print(document, result, options)
     if not document["identical"] or (document["mpi"] or {}).get("identical") is False:
         raise typer.Exit(1)
+
+
+def _ranks(tp: int | None) -> CommBackend | None:
+    """This process's place under mpirun; None outside of it."""
+    launcher = read_environment().launcher
+    if launcher is None or launcher.size == 1:
+        return None
+    if tp is not None and tp != launcher.size:
+        raise UserError(
+            f"{tp} is not the {launcher.size} processes that mpirun started", where="--tp", fix="leave it out"
+        )
+    return MpiComm()
+
+
+def _words(checkpoint: Path | None, max_new_tokens: int, prompts: list[str]) -> list[str]:
+    words = ["--max-new-tokens", str(max_new_tokens)]
+    words += [] if checkpoint is None else ["--checkpoint", str(checkpoint)]
+    return words + [word for p in prompts for word in ("--prompt", p)]
 
 
 def _document(result: DemoResult, model: Checkpoint, tp_size: int) -> dict[str, Any]:
@@ -99,6 +117,7 @@ def _document(result: DemoResult, model: Checkpoint, tp_size: int) -> dict[str, 
         "tp_size": tp_size,
         "identical": result.identical,
         "max_logit_diff": result.max_logit_diff,
+        "logit_bound": result.logit_bound,
         "prompts": [asdict(row) for row in result.prompts],
         "split_steps": [asdict(step) | {"woven": step.woven} for step in result.split_steps],
         "sites": weave["sites"],
@@ -107,32 +126,11 @@ def _document(result: DemoResult, model: Checkpoint, tp_size: int) -> dict[str, 
     }
 
 
-def _under_mpi(
-    tp: int, checkpoint: Path | None, max_new_tokens: int, prompts: list[str], console: Console
-) -> dict[str, Any]:
-    """Run the demo again with one process a rank; returns its verdict, or why it was not run."""
-    mpirun = shutil.which("mpirun")
-    if mpirun is None or importlib.util.find_spec("mpi4py") is None:
-        lack = "mpirun" if mpirun is None else "mpi4py"
-        return {"skipped": f"{lack} is not installed: install Open MPI and the extra 'mpi'"}
-    command = [mpirun, "-n", str(tp), sys.executable, "-m", "trtllm_tokenweave.cli.app", "demo", "--json", "--no-mpi"]
-    command += ["--max-new-tokens", str(max_new_tokens)]
-    command += [] if checkpoint is None else ["--checkpoint", str(checkpoint)]
-    command += [word for p in prompts for word in ("--prompt", p)]
-    console.print(f"running again under mpirun -n {tp}", style="dim")
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_MPI_SECONDS, env=mpi_environment(), check=False
-        )
-        found = json.loads(done.stdout.strip().splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return {"identical": False, "error": f"no answer within {_MPI_SECONDS} s"}
-    except (ValueError, IndexError):
-        words = done.stderr.strip().splitlines() or [f"mpirun ended with code {done.returncode}"]
-        return {"identical": False, "error": words[-1]}
-    if "error" in found:
-        return {"identical": False, "error": found["error"]["what"]}
-    return {"ranks": tp, "identical": found["identical"], "max_logit_diff": found["max_logit_diff"]}
+def _said(mpi: dict[str, Any]) -> str:
+    """The second run's verdict in words."""
+    if "ranks" not in mpi:
+        return str(mpi.get("skipped") or f"failed: {mpi['error']}")
+    return "the same tokens from stock and woven" if mpi["identical"] else "OTHER tokens from stock and woven"
 
 
 def _write(result: DemoResult, model: Checkpoint, options: DemoOptions, document: dict[str, Any], out: Path) -> Path:
@@ -142,16 +140,11 @@ def _write(result: DemoResult, model: Checkpoint, options: DemoOptions, document
     name = Path(model.source).stem
     title = f"{name}, tp_size {options.tp_size}: two layers of a step of {max(steps, default=0)} tokens"
     picture = draw_schedule(boxes, edges, title)
-    write_picture(picture, out)
     backends = [f"{options.tp_size} ranks as threads of one process"]
-    verdict = document["mpi"] or {}
-    if "ranks" in verdict:
-        same = "the same tokens" if verdict["identical"] else "OTHER tokens"
-        backends.append(f"mpirun -n {verdict['ranks']}: {same} from stock and woven")
-    elif verdict:
-        backends.append(f"mpirun: {verdict.get('skipped') or verdict.get('error')}")
+    if document["mpi"] is not None:
+        backends.append(f"mpirun, one process a rank: {_said(document['mpi'])}")
     plan = result.weave.plan
-    report = DemoReport(
+    page = DemoReport(
         model=name,
         tp_size=options.tp_size,
         num_layers=model.config.num_hidden_layers,
@@ -171,57 +164,64 @@ def _write(result: DemoResult, model: Checkpoint, options: DemoOptions, document
         },
         seconds=result.seconds,
     )
-    return write_report(report, picture, out / "report.html")
+    write_picture(picture, out)
+    return write_report(page, picture, out / "report.html")
 
 
-def _print(document: dict[str, Any], result: DemoResult) -> None:
-    console = Console()
+def _print(document: dict[str, Any], result: DemoResult, options: DemoOptions) -> None:
+    console = make_console()
     texts = Table("prompt", "woven network says", "same as stock", box=box.SIMPLE)
     for row in result.prompts:
         texts.add_row(escape(row.prompt), escape(row.text), "yes" if row.identical else "[bold red]NO[/bold red]")
     console.print(texts)
-    steps = Table("step", "kind", "tokens", "sequences", "prefix", "suffix", box=box.SIMPLE, title="Split per step")
-    for step in result.split_steps:
+    title = f"Steps that were split (the demo's table: from {options.min_tokens} tokens)"
+    steps = Table("step", "kind", "tokens", "sequences", "prefix", "suffix", box=box.SIMPLE, title=title)
+    woven = [step for step in result.split_steps if step.woven]
+    for step in woven:
         steps.add_row(*(str(v) for v in (step.step, step.kind, step.num_tokens, step.batch, step.prefix, step.suffix)))
-    console.print(steps)
-    woven = sum(step.woven for step in result.split_steps)
-    verdict = "[bold green]the same tokens[/]" if document["identical"] else "[bold red]OTHER tokens[/]"
+    if woven:
+        console.print(steps)
+    for reason, count in Counter(r.reason for r in result.weave.plan.refused).items():
+        console.print(f"left as it was ({count} times): {escape(reason)}")
+    verdict = "[bold green]the same tokens[/]" if document["identical"] else "[bold red]OTHER tokens or logits[/]"
     console.print(
-        f"{len(document['sites'])} sites fused; {woven} of {len(result.split_steps)} steps split in two; stock and "
-        f"woven networks generate {verdict}; largest logit difference {document['max_logit_diff']:.2g}"
+        f"{len(document['sites'])} sites fused; {len(woven)} of {len(result.split_steps)} steps split in two; stock "
+        f"and woven networks generate {verdict}; largest logit difference {document['max_logit_diff']:.2g} "
+        f"(bound {document['logit_bound']:.2g})"
     )
-    mpi = document["mpi"]
-    if mpi is not None:
-        said = mpi.get("skipped") or mpi.get("error")
-        said = said or ("the same tokens" if mpi["identical"] else "OTHER tokens")
-        console.print(f"under mpirun, one process a rank: {escape(said)}")
+    if not woven:
+        console.print("[bold yellow]No step was split: give more or longer prompts.[/]")
+    if document["mpi"] is not None:
+        console.print(f"under mpirun, one process a rank: {escape(_said(document['mpi']))}")
     if document["report"] is not None:
         console.print(f"report: {document['report']}")
 
 
 def _network(path: Path, as_json: bool) -> None:
-    mapping = mapping_of(store.load(path, get_plugin_registry()), path)
-    if mapping.tp_size < 2:
-        raise UserError(
-            "its AllReduce layers have one rank", where=str(path), fix="record a network of tp_size 2 or more"
-        )
+    mapping = mapping_of(load(path), path)
     check = check_network(path, lambda n: network_table(n, mapping, granularity=16, min_tokens=12), mapping.tp_size)
     document = describe(check.weave, 0.0) | {
         "network": str(path),
         "identical": check.identical,
         "max_diff": check.max_diff,
         "relative_diff": check.relative_diff,
+        "bound": check.bound,
         "skipped": check.skipped or None,
     }
     if as_json:
         print(json.dumps(document))
     else:
-        console = Console()
+        console = make_console()
         for refusal in check.weave.plan.refused:
             console.print(f"{refusal.stage}: {escape(refusal.where)}: {escape(refusal.reason)}")
-        moved = check.skipped or f"largest difference {check.max_diff:.2g} ({check.relative_diff:.2g} relative)"
-        console.print(
-            f"{len(check.weave.plan.sites)} sites, mode {check.weave.mode}; stock against woven: {escape(moved)}"
-        )
+        console.print(f"{len(check.weave.plan.sites)} sites, mode {check.weave.mode}, checked edge by edge")
+        if check.skipped:
+            console.print(f"not run: {escape(check.skipped)}")
+        else:
+            verdict = "[bold green]equal but for rounding[/]" if check.identical else "[bold red]DIFFERENT[/]"
+            console.print(
+                f"stock and woven results are {verdict}: largest difference {check.max_diff:.2g}, "
+                f"{check.relative_diff:.2g} of the largest value (bound {check.bound:.2g})"
+            )
     if not check.identical:
         raise typer.Exit(1)

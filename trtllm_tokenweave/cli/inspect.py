@@ -4,65 +4,76 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from trtllm_tokenweave import recorder
+from trtllm_tokenweave.atomic import check_target
 from trtllm_tokenweave.checkpoint import open_checkpoint
+from trtllm_tokenweave.cli.console import make_console
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.llama import NetworkOptions, build_llama
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import ModelConfig, preset
 from trtllm_tokenweave.passes import WeaveOptions, WeaveResult, weave
 from trtllm_tokenweave.patterns import ALL_REDUCE_KEY
-from trtllm_tokenweave.recorder import RecordedNetwork, store
+from trtllm_tokenweave.recorder import RecordedNetwork
 from trtllm_tokenweave.table import TuningTable, load_table
 from trtllm_tokenweave.waves import default_table, table_key
+
+DEFAULT_TP_SIZE = 8
 
 
 def inspect_(
     network: Annotated[Path | None, typer.Argument(metavar="[NETWORK]", help="Recorded network (JSON).")] = None,
     preset_: Annotated[str, typer.Option("--preset", help="Model shape, such as llama-3.3-70b.")] = "",
     checkpoint: Annotated[Path | None, typer.Option(help="GGUF file, Hugging Face or TensorRT-LLM folder.")] = None,
-    tp: Annotated[int, typer.Option(help="tp_size of a model shape or checkpoint.")] = 8,
+    tp: Annotated[int | None, typer.Option(help="tp_size of a model shape or checkpoint; 8 by default.")] = None,
     rank: Annotated[int, typer.Option(help="Rank whose network is inspected.")] = 0,
     table: Annotated[Path | None, typer.Option(metavar="FILE", help="Tuning table; default: the default rule.")] = None,
     max_num_tokens: Annotated[int, typer.Option(help="Most tokens of a step.")] = 8192,
     max_batch_size: Annotated[int, typer.Option(help="Most sequences of a step.")] = 256,
     reduce_fusion: Annotated[bool, typer.Option(help="Build with TensorRT-LLM's reduce_fusion.")] = False,
     split_attention: Annotated[bool, typer.Option(help="Cut attention too.")] = True,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the woven network here (JSON).")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Save the woven network: NAME.json, weights beside it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Print each fusion site of a network, each candidate refused with its reason, and how steps would be split."""
     if sum(given is not None for given in (network, preset_ or None, checkpoint)) != 1:
         raise UserError("give one of NETWORK, --preset and --checkpoint", where="inspect")
+    if output is not None:
+        check_target(output)
     started = time.perf_counter()
-    limits = NetworkOptions(max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, reduce_fusion=reduce_fusion)
     if network is not None:
-        recorded = store.load(network, recorder.get_plugin_registry())
+        recorded = recorder.load(network)
         mapping = mapping_of(recorded, network, rank)
+        if tp is not None and tp != mapping.tp_size:
+            raise UserError(f"{tp}, but {network} was recorded for {mapping.tp_size}", where="--tp", fix="leave it out")
         tuning = load_table(table) if table is not None else network_table(recorded, mapping)
     else:
-        config, recorded = _build(preset_, checkpoint, Mapping(tp, rank, tp), limits)
-        mapping = Mapping(tp, rank, tp)
-        tuning = load_table(table) if table is not None else default_table(config, tp)
+        tp_size = DEFAULT_TP_SIZE if tp is None else tp
+        mapping = Mapping(tp_size, rank, tp_size)
+        limits = NetworkOptions(
+            max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, reduce_fusion=reduce_fusion
+        )
+        config, recorded = _build(preset_, checkpoint, mapping, limits)
+        tuning = load_table(table) if table is not None else default_table(config, tp_size)
         if table is not None:
-            tuning.check_key(table_key(config, tp).model_dump(exclude={"gpu"}), where=str(table))
+            tuning.check_key(table_key(config, tp_size).model_dump(exclude={"gpu"}), where=str(table))
     built = time.perf_counter() - started
     result = weave(
         recorded, WeaveOptions(mapping, tuning, max_batch_size, max_num_tokens, split_attention=split_attention)
     )
-    if output is not None:
-        store.save(recorded, output)
     document = describe(result, built)
+    document["written"] = [] if output is None else [str(path) for path in recorder.save(recorded, output)]
     if as_json:
         print(json.dumps(document))
     else:
@@ -75,11 +86,18 @@ def _build(
     recorded = RecordedNetwork(preset_ or str(checkpoint))
     if checkpoint is not None:
         source = open_checkpoint(checkpoint)
-        build_llama(recorded, source.config, mapping, source.rank_weights(mapping), limits)
-        return source.config, recorded
+        config = source.config
+        weights = source.rank_weights(mapping, only_this_rank=True)
+        build_llama(recorded, config, mapping, weights, _fitting(limits, config))
+        return config, recorded
     config = preset(preset_)
-    build_llama(recorded, config, mapping, None, limits)
+    build_llama(recorded, config, mapping, None, _fitting(limits, config))
     return config, recorded
+
+
+def _fitting(limits: NetworkOptions, config: ModelConfig) -> NetworkOptions:
+    """The options with sequences no longer than the model has positions."""
+    return replace(limits, max_seq_len=min(limits.max_seq_len, config.max_position_embeddings))
 
 
 def mapping_of(network: RecordedNetwork, path: Path, rank: int = 0) -> Mapping:
@@ -139,32 +157,45 @@ def describe(result: WeaveResult, build_seconds: float) -> dict[str, Any]:
 
 
 def _print(document: dict[str, Any], result: WeaveResult) -> None:
-    console = Console()
-    sites = Table("#", "kind", "all-reduce", "layers", "gamma", "eps", box=box.SIMPLE, title="Fusion sites")
-    for site in document["sites"]:
-        cells = (
-            site["index"],
-            site["kind"],
-            site["all_reduce"],
-            len(site["layers"]),
-            site["gamma"],
-            f"{site['eps']:g}",
-        )
-        sites.add_row(*(escape(str(cell)) for cell in cells))
-    console.print(sites if document["sites"] else "No fusion site.")
-    if document["refused"]:
-        refused = Table("stage", "where", "reason", box=box.SIMPLE, title="Left as it was")
-        for refusal in document["refused"]:
-            refused.add_row(refusal["stage"], escape(refusal["where"]), escape(refusal["reason"]))
-        console.print(refused)
+    console = make_console()
+    sites, refused = document["sites"], document["refused"]
+    wheres, gammas = ([_plain_path(site[key]) for site in sites] for key in ("all_reduce", "gamma"))
+    table = Table("#", "kind", "all-reduce in", "norm weight", "eps", "ops", box=box.SIMPLE, title="Fusion sites")
+    for column in table.columns[2:4]:
+        column.overflow = "fold"
+    for site, where, gamma in zip(sites, _without_prefix(wheres), _without_prefix(gammas), strict=True):
+        cells = (site["index"], site["kind"], where, gamma, f"{site['eps']:g}", len(site["layers"]))
+        table.add_row(*(escape(str(cell)) for cell in cells))
+    console.print(table if sites else "No fusion site.")
+    for refusal in refused:
+        console.print(f"{refusal['stage']}: {escape(refusal['where'])}: {escape(refusal['reason'])}")
     region, seconds = document["region"], document["seconds"]
-    console.print(f"{len(document['sites'])} sites, mode [bold]{result.mode}[/bold]")
+    console.print(f"{len(sites)} sites, mode [bold]{result.mode}[/bold]")
     if region is not None:
         console.print(
-            f"Split from {escape(region['entry'])}, attention {region['attention']}: prefix up to "
-            f"{region['max_prefix']} tokens, suffix up to {region['max_suffix']}, activations about "
+            f"split from {escape(region['entry'])}, attention {region['attention']}\n"
+            f"prefix up to {region['max_prefix']} tokens, suffix up to {region['max_suffix']}, activations about "
             f"{region['activation_ratio']:.2f} times stock"
         )
+    for path in document["written"]:
+        console.print(f"wrote {escape(path)}")
     console.print(
-        f"Seconds: build {seconds['build']:.2f}, weave {seconds['weave']:.2f}, verify {seconds['verify']:.2f}"
+        f"seconds: build {seconds['build']:.2f}, weave {seconds['weave']:.2f}, verify {seconds['verify']:.2f}"
     )
+
+
+def _plain_path(name: str) -> str:
+    """A layer or weight name without what all of its kind have in common."""
+    plain = name.replace("/", ".")
+    for suffix in ("_output_0", ".PLUGIN_V2_AllReduce_0", ".PLUGIN_V2_AllReduce", ".weight"):
+        plain = plain.removesuffix(suffix)
+    return plain
+
+
+def _without_prefix(paths: list[str]) -> list[str]:
+    """Paths without the components that all of them start with (each keeps at least one)."""
+    parts = [path.split(".") for path in paths]
+    common = 0
+    while parts and all(len(p) > common + 1 and p[common] == parts[0][common] for p in parts):
+        common += 1
+    return [".".join(p[common:]) for p in parts]

@@ -10,6 +10,7 @@ from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.network import Graph, Node
 from trtllm_tokenweave.passes.rowwise import Rows, RowWise
 from trtllm_tokenweave.patterns import FusionSite, Refusal, find_sites, is_collective
+from trtllm_tokenweave.plugin_specs import NAMESPACE
 
 if TYPE_CHECKING:
     from trtllm_tokenweave.table import PrefixLookup, TuningTable
@@ -79,6 +80,12 @@ def make_plan(network: Any, options: WeaveOptions) -> WeavePlan:
     """
     graph = Graph(network)
     found, refused = find_sites(graph)
+    if not found and not refused:
+        woven = any(n.plugin_key is not None and n.plugin_key[2] == NAMESPACE for n in graph.live)
+        reason = (
+            "it is woven already" if woven else "it has no AllReduce layer, so there is nothing to fuse (tp_size 1?)"
+        )
+        refused.append(Refusal("network", reason, "fuse"))
     sites = []
     for site in found:
         if site.group == options.mapping.tp_group:

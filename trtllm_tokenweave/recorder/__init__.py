@@ -57,6 +57,7 @@ from trtllm_tokenweave.recorder.plugin import (
     PluginRegistry,
     PluginSpec,
 )
+from trtllm_tokenweave.recorder.store import load, save
 from trtllm_tokenweave.recorder.tensor import ITensor, NetworkError, TensorDesc, Weights
 
 float32 = DataType.FLOAT
@@ -135,5 +136,7 @@ __all__ = [
     "int32",
     "int64",
     "int8",
+    "load",
     "numpy_dtype",
+    "save",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trtllm_tokenweave.atomic import check_target, replace_file
 from trtllm_tokenweave.recorder import enums
 from trtllm_tokenweave.recorder import layers as L  # noqa: N812
 from trtllm_tokenweave.recorder.network import RecordedNetwork
@@ -97,11 +98,21 @@ def _producers_first(network: RecordedNetwork) -> list[L.ILayer]:
     return out
 
 
-def save(network: RecordedNetwork, path: Path) -> None:
-    """Write ``path`` (JSON) and, where constants have values, ``path`` with suffix ``.safetensors``.
+def save(network: RecordedNetwork, path: str | Path) -> list[Path]:
+    """Write ``path`` (``NAME.json``) and, where constants have values, ``NAME.safetensors`` beside it.
 
     Both files are written aside and renamed, the weights first, so that a good pair is never half replaced.
+
+    Returns:
+        The files written.
+
+    Raises:
+        UserError: when the name does not end in ``.json``, or a file cannot be written.
     """
+    path = Path(path)
+    if path.suffix != ".json":
+        raise NetworkError("the name of a recorded network ends in .json", where=str(path))
+    check_target(path)
     ids = {network.get_input(i): i for i in range(network.num_inputs)}
     records: list[dict[str, Any]] = []
     arrays: dict[str, NDArray[Any]] = {}
@@ -135,19 +146,21 @@ def save(network: RecordedNetwork, path: Path) -> None:
         "layers": records,
         "outputs": [ids[network.get_output(i)] for i in range(network.num_outputs)],
     }
+    written = []
     if arrays:
-        _save_arrays(arrays, path.with_suffix(".safetensors"))
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(json.dumps(document))
-    aside.replace(path)
+        written.append(_save_arrays(arrays, path.with_suffix(".safetensors")))
+    return [replace_file(path, lambda aside: aside.write_text(json.dumps(document))), *written]
 
 
-def _save_arrays(arrays: dict[str, NDArray[Any]], path: Path) -> None:
+def _save_arrays(arrays: dict[str, NDArray[Any]], path: Path) -> Path:
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    aside = path.with_name(path.name + ".part")
-    save_file({key: np.ascontiguousarray(array) for key, array in arrays.items()}, aside)
-    aside.replace(path)
+    packed = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
+    try:
+        return replace_file(path, lambda aside: save_file(packed, aside))
+    except SafetensorError as error:
+        raise NetworkError(f"cannot be written: {error}", where=str(path)) from None
 
 
 def _load_arrays(path: Path) -> dict[str, NDArray[Any]]:
@@ -164,16 +177,27 @@ def _load_arrays(path: Path) -> dict[str, NDArray[Any]]:
     return out
 
 
-def load(path: Path, registry: PluginRegistry) -> RecordedNetwork:
+def load(path: str | Path, registry: PluginRegistry | None = None) -> RecordedNetwork:
     """Read a network written by :func:`save`; every rule of the object model is checked again.
+
+    Args:
+        path: The JSON file.
+        registry: Plugin types; by default all that this package knows. Others are kept, but never taken for row-wise.
 
     Raises:
         NetworkError: for a file that is missing, not a network, of a newer version, or inconsistent.
     """
+    path = Path(path)
+    if registry is None:
+        from trtllm_tokenweave.recorder import get_plugin_registry
+
+        registry = get_plugin_registry()
     try:
         document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise NetworkError(f"cannot be read as JSON: {error}", where=str(path)) from None
+    except OSError as error:
+        raise NetworkError(f"cannot be read: {error.strerror or error}", where=str(path)) from None
+    except (ValueError, RecursionError) as error:
+        raise NetworkError(f"is no JSON: {error}", where=str(path)) from None
     if not isinstance(document, dict) or document.get("format") != "trtllm_tokenweave.network":
         raise NetworkError("is not a recorded network", where=str(path))
     format_version = document.get("version")
@@ -187,7 +211,7 @@ def load(path: Path, registry: PluginRegistry) -> RecordedNetwork:
         )
     try:
         return _build(document, path, registry)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise NetworkError(f"is damaged ({type(error).__name__}: {error})", where=str(path)) from None
 
 
@@ -206,7 +230,11 @@ def _build(document: dict[str, Any], path: Path, registry: PluginRegistry) -> Re
         array = arrays.get(str(index)) if stored else None
         if stored and array is None:
             raise NetworkError(f"has no weights of layer {record['name']}", where=str(path.with_suffix(".safetensors")))
-        layer = _layer(network, record, tensors, array, registry)
+        try:
+            layer = _layer(network, record, tensors, array, registry)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            where = f"{path}: layer {record.get('name', index)}"
+            raise NetworkError(f"is damaged ({type(error).__name__}: {error})", where=where) from None
         layer.name = record["name"]
         for tensor, entry in zip(layer.outputs, record["outputs"], strict=True):
             if (tensor.dtype.name, list(tensor.shape)) != (entry["dtype"], entry["shape"]):

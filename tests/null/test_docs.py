@@ -1,0 +1,52 @@
+"""What the documentation shows runs as shown."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from trtllm_tokenweave import recorder
+from trtllm_tokenweave.cli.app import COMMANDS
+from trtllm_tokenweave.passes import verify
+from trtllm_tokenweave.table import PaperTarget, TableKey, convert_paper_config, parse_table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def blocks(document: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+
+
+def test_python_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("README.md", "python")
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out == "weave 32 []\n"
+    assert verify(recorder.load("woven.json")) == []
+
+
+def test_tables_of_the_documentation() -> None:
+    ours, paper = blocks("docs/tables.md", "json")
+    table = parse_table(ours, where="docs/tables.md")
+    assert table.lookup(1, 2048).split == 1024 + 128
+    assert table.lookup(65, 4096).mode == "fuse"
+    target = PaperTarget(key=TableKey(tp_size=8, hidden_size=8192, dtype="bfloat16"))
+    converted, _ = convert_paper_config(json.loads(paper), target, where="docs/tables.md")
+    assert converted.lookup(1, 1024).split == 512 + 128
+
+
+def test_readme_names_every_command() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert all(f"| `{command.name}" in readme for command in COMMANDS)
+
+
+def test_links_lead_somewhere() -> None:
+    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name}: {target}"

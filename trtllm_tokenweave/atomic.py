@@ -1,0 +1,74 @@
+"""Write a file aside and rename it, so that a half-written file never replaces a good one."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from trtllm_tokenweave.errors import UserError
+
+_FIX = "choose a place that you may write to"
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
+    """Call ``write`` with the path of a temporary file beside ``path``, then rename that onto ``path``.
+
+    Args:
+        path: The file to make; it appears whole or not at all, as readable as any other new file.
+        write: Writes the temporary file.
+
+    Raises:
+        UserError: when ``path`` is a folder, or it cannot be written.
+    """
+    check_target(path)
+    aside: Path | None = None
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        os.close(handle)
+        aside = Path(name)
+        write(aside)
+        with aside.open("rb") as written:
+            os.fsync(written.fileno())
+        # Temporary files are private; the result need not be.
+        mask = os.umask(0)
+        os.umask(mask)
+        aside.chmod(0o666 & ~mask)
+        aside.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror or error}", where=str(path), fix=_FIX) from error
+    finally:
+        if aside is not None:
+            aside.unlink(missing_ok=True)
+    return path
+
+
+def check_target(path: Path) -> None:
+    """Refuse early what cannot become a file.
+
+    Raises:
+        UserError: when ``path`` is a folder, or its folder does not exist.
+    """
+    if path.is_dir():
+        raise UserError("is a folder", where=str(path), fix="give the name of a file")
+    if not path.parent.is_dir():
+        raise UserError(f"the folder {path.parent} does not exist", where=str(path), fix="make it first")
+
+
+def check_folder(path: Path) -> None:
+    """Refuse early a folder that cannot be made or written to.
+
+    Raises:
+        UserError: when ``path``, or the part of it that exists, is no folder or not writable.
+    """
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UserError(f"{existing} is no folder" if existing != path else "is no folder", where=str(path), fix=_FIX)
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror or error}", where=str(path), fix=_FIX) from error
