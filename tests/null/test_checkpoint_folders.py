@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from trtllm_tokenweave.checkpoint import (
     HuggingFaceCheckpoint,
@@ -156,7 +158,7 @@ def test_hugging_face_in_several_files_and_another_dtype(tmp_path: Path) -> None
     weights = open_checkpoint(tmp_path, dtype="float32").rank_weights(Mapping())
     np.testing.assert_array_equal(weights["lm_head.weight"], tensors["lm_head.weight"].astype(np.float32))
     (tmp_path / "b.safetensors").unlink()
-    with pytest.raises(UserError, match=r"b.safetensors: does not exist"):
+    with pytest.raises(UserError, match=r"b.safetensors: does not exist. Fix: copy every file"):
         open_checkpoint(tmp_path)
     index["weight_map"][names[0]] = "../b.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -216,6 +218,10 @@ def test_architecture_hint_fills_in_what_config_lacks(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "linear"}}, "field rope_scaling.factor: is missing"),
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"head_dim": 8}, r"tensor model.layers.0.self_attn.q_proj.weight has shape \(24, 16\), expected \(32, 16\)"),
+        (
+            {"num_hidden_layers": 1},
+            r"does not read the tensors model.layers.1.\S+, model.layers.1.\S+, model.layers.1.\S+ and 6 more",
+        ),
         ({"num_hidden_layers": 3}, r"tensor model.layers.2.input_layernorm.weight of shape \(16,\) is missing"),
     ],
 )
@@ -225,16 +231,87 @@ def test_hugging_face_config_refusals(tmp_path: Path, changes: dict[str, Any], m
         open_checkpoint(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.1.mlp.down_proj.bias",
+        "model.layers.0.mlp.up_proj.weight_scale",
+        "lm_head.bias",
+    ],
+)
+def test_tensors_that_the_model_would_ignore_are_refused(tmp_path: Path, name: str) -> None:
+    write_hugging_face(tmp_path)
+    rewrite(tmp_path / "model.safetensors", lambda held: held.update({name: np.ones(6, np.float32)}))
+    with pytest.raises(UserError, match=f"does not read the tensors {name}") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.where == str(tmp_path)
+    assert "same model" in caught.value.fix
+
+
+def test_tensors_without_effect_are_ignored(tmp_path: Path) -> None:
+    tensors = write_hugging_face(tmp_path)
+    names = ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "value_head.weight")
+    more = {name: np.ones(3, np.float32) for name in names}
+    rewrite(tmp_path / "model.safetensors", lambda held: held.update(more))
+    weights = open_checkpoint(tmp_path).rank_weights(Mapping())
+    np.testing.assert_array_equal(weights["lm_head.weight"], tensors["lm_head.weight"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"]
+)
+def test_damaged_weights_are_found_at_load(tmp_path: Path, dtype: str, value: float, name: str) -> None:
+    write_hugging_face(tmp_path)
+
+    def damage(held: Tensors) -> None:
+        tensor = held[name].astype(numpy_dtype(dtype))
+        tensor.reshape(-1)[-1] = value
+        held[name] = tensor
+
+    rewrite(tmp_path / "model.safetensors", damage)
+    for other in ("bfloat16", "float16", "float32"):
+        with pytest.raises(UserError, match=rf"tensor {name} holds NaN or infinite values. Fix: "):
+            open_checkpoint(tmp_path, dtype=other).rank_weights(Mapping())
+
+
+def test_values_that_only_the_wide_dtype_holds_are_refused(tmp_path: Path) -> None:
+    write_hugging_face(tmp_path)
+    huge = {"model.norm.weight": np.full(16, 1e300)}
+    rewrite(tmp_path / "model.safetensors", lambda held: held.update(huge))
+    with pytest.raises(UserError, match=r"tensor model.norm.weight has values beyond float32's range"):
+        open_checkpoint(tmp_path, dtype="float32").rank_weights(Mapping())
+
+
+def test_tokenizer_with_more_ids_than_the_embedding(tmp_path: Path) -> None:
+    write_hugging_face(tmp_path)
+    fits, backend = (Backend(models.WordLevel({"<s>": 0, "hello": last}, unk_token="<s>")) for last in (20, 21))
+    fits.save(str(tmp_path / "tokenizer.json"))
+    assert open_checkpoint(tmp_path).tokenizer() is not None
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"ids up to 21, but the model's vocab_size is 21. Fix: "):
+        open_checkpoint(tmp_path).tokenizer()
+    folder = tmp_path / "trtllm"
+    folder.mkdir()
+    write_trtllm(folder)
+    backend.save(str(folder / "tokenizer.json"))
+    with pytest.raises(UserError, match="ids up to 21"):
+        open_checkpoint(folder).tokenizer()
 
 
 def test_hugging_face_weight_refusals(tmp_path: Path) -> None:
     tensors = write_hugging_face(tmp_path)
     path, name = tmp_path / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, path)
-    with pytest.raises(UserError, match=rf"tensor {name} of shape \(16, 12\) is missing"):
+    with pytest.raises(UserError, match=rf"tensor {name} of shape \(16, 12\) is missing. Fix: "):
         open_checkpoint(tmp_path)
     save_file(tensors | {name: np.zeros((12, 16), np.float32)}, path)
-    with pytest.raises(UserError, match=rf"tensor {name} has shape \(12, 16\), expected \(16, 12\)"):
+    with pytest.raises(UserError, match=rf"{path}: tensor {name} has shape \(12, 16\), expected \(16, 12\)"):
         open_checkpoint(tmp_path)
     save_file(tensors | {name: np.zeros((16, 12), np.int8)}, path)
     with pytest.raises(UserError, match=rf"tensor {name} has dtype I8, expected"):
@@ -324,8 +401,35 @@ def test_trtllm_other_tp_size_says_how_to_convert(tmp_path: Path) -> None:
 )
 def test_trtllm_config_refusals(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     write_trtllm(tmp_path, **changes)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         open_checkpoint(tmp_path)
+    assert caught.value.fix
+
+
+def test_trtllm_tensors_that_the_model_would_ignore_are_refused(tmp_path: Path) -> None:
+    write_trtllm(tmp_path)
+    path = tmp_path / "rank0.safetensors"
+    table = {"embed_positions_for_gpt_attention": np.ones(3, np.float32)}
+    rewrite(path, lambda held: held.update(table))
+    assert "lm_head.weight" in open_checkpoint(tmp_path).rank_weights(Mapping(2, 0, 2))
+    name = "transformer.layers.0.attention.q_layernorm.weight"
+    rewrite(path, lambda held: held.update({name: np.ones(6, np.float32)}))
+    with pytest.raises(UserError, match=rf"rank0.safetensors: .*does not read the tensors {name}"):
+        open_checkpoint(tmp_path).rank_weights(Mapping(2, 0, 2))
+    (tmp_path / "config.json").write_text(json.dumps(trtllm_json(LLAMA, 2) | {"num_hidden_layers": 1}))
+    with pytest.raises(UserError, match=r"does not read the tensors transformer.layers.\S+, .* and \d+ more"):
+        open_checkpoint(tmp_path).rank_weights(Mapping(2, 1, 2))
+
+
+def test_trtllm_damaged_weights_are_found_at_load(tmp_path: Path) -> None:
+    write_trtllm(tmp_path)
+    name = "transformer.layers.1.mlp.proj.weight"
+    bad = np.zeros((16, 6), numpy_dtype("bfloat16"))
+    bad[3, 2] = np.nan
+    rewrite(tmp_path / "rank1.safetensors", lambda held: held.update({name: bad}))
+    assert name in open_checkpoint(tmp_path).rank_weights(Mapping(2, 0, 2))
+    with pytest.raises(UserError, match=rf"rank1.safetensors: tensor {name} holds NaN or infinite values"):
+        open_checkpoint(tmp_path).rank_weights(Mapping(2, 1, 2))
 
 
 def test_trtllm_weight_refusals(tmp_path: Path) -> None:
@@ -356,8 +460,27 @@ def test_neither_kind_of_folder(tmp_path: Path) -> None:
         ('{"build_config": {}}', "built engines"),
     ):
         config.write_text(text)
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=message) as caught:
             open_checkpoint(tmp_path)
+        assert caught.value.fix
+    config.write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"config.json: cannot be read: not JSON.*Fix: copy"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_file_of_a_folder_asks_for_the_folder(tmp_path: Path, name: str) -> None:
+    write_hugging_face(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=rf"{name}: is one file of a checkpoint folder. Fix: give its folder, {tmp_path}"
+    ):
+        open_checkpoint(tmp_path / name)
+
+
+def test_neither_file_nor_folder() -> None:
+    with pytest.raises(UserError, match=r"/dev/null: is neither a file nor a folder. Fix: give a GGUF file"):
+        open_checkpoint(Path("/dev/null"))
 
 
 def test_dtype_that_is_not_served(tmp_path: Path) -> None:

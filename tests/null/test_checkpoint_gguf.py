@@ -148,7 +148,14 @@ def test_rotary_scaling(tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "llama3.gguf", lambda tensors: tensors.update({"rope_freqs.weight": factors}))
     assert open_checkpoint(path).config.rotary_scaling == scaling
     path = tiny.write(tmp_path / "odd.gguf", lambda tensors: tensors.update({"rope_freqs.weight": factors * 3}))
-    with pytest.raises(UserError, match=r"rope_freqs.weight is no scaling of a Llama 3 model"):
+    with pytest.raises(UserError, match=r"rope_freqs.weight is no scaling of a Llama 3 model.*Fix: use the Hugging"):
+        open_checkpoint(path)
+    none = {"rope_freqs.weight": np.ones(4, np.float32)}
+    path = tiny.write(tmp_path / "ones.gguf", lambda tensors: tensors.update(none))
+    assert open_checkpoint(path).config.rotary_scaling is None
+    tiny.meta |= {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    path = tiny.write(tmp_path / "both.gguf", lambda tensors: tensors.update({"rope_freqs.weight": factors}))
+    with pytest.raises(UserError, match=r"rope.scaling.type: 'linear' beside a tensor rope_freqs.weight is not served"):
         open_checkpoint(path)
 
 
@@ -172,6 +179,7 @@ def test_llama3_divisors_keep_high_frequencies_and_divide_low_ones() -> None:
         ({"rope.scaling.type": "yarn"}, r"field llama.rope.scaling.type: 'yarn' is not served"),
         ({"vocab_size": 22}, r"tensor token_embd.weight has shape \(21, 32\), expected \(22, 32\)"),
         ({"feed_forward_length": 32}, r"tensor blk.0.ffn_gate.weight has shape \(64, 32\), expected \(32, 32\)"),
+        ({"block_count": 1}, r"does not read the tensors blk.1.\S+, blk.1.\S+, blk.1.\S+ and 6 more"),
         ({"block_count": 3}, r"tensor blk.2.attn_norm.weight of shape \(32,\) is missing"),
     ],
 )
@@ -182,6 +190,25 @@ def test_header_refusals(tmp_path: Path, meta: dict[str, Any], message: str) -> 
     with pytest.raises(UserError, match=message) as caught:
         open_checkpoint(path)
     assert str(path) in str(caught.value)
+    assert caught.value.fix
+
+
+def test_tensors_that_the_model_would_ignore_are_refused(tmp_path: Path) -> None:
+    norm = {"blk.0.attn_q_norm.weight": np.ones(8, np.float32)}
+    path = Tiny().write(tmp_path / "tiny.gguf", lambda tensors: tensors.update(norm))
+    with pytest.raises(UserError, match=r"does not read the tensors blk.0.attn_q_norm.weight. Fix: "):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_damaged_weights_are_found_at_load(tmp_path: Path, value: float) -> None:
+    def damage(tensors: dict[str, Array]) -> None:
+        tensors["blk.1.ffn_down.weight"][5, 7] = value
+
+    path = Tiny().write(tmp_path / "tiny.gguf", damage)
+    name = r"model\.layers\.1\.mlp\.down_proj\.weight"
+    with pytest.raises(UserError, match=rf"tensor {name} holds NaN or infinite values"):
+        open_checkpoint(path).rank_weights(Mapping())
 
 
 def test_missing_tensor_and_integer_tensor(tmp_path: Path) -> None:

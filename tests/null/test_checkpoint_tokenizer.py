@@ -104,6 +104,16 @@ def test_gguf_refusals(changes: dict[str, Any], message: str) -> None:
         tiny(**changes)
 
 
+def test_more_tokens_than_the_embedding_has_rows(tmp_path: Path) -> None:
+    assert gguf_tokenizer(METADATA, "tiny.gguf", 8) is not None
+    with pytest.raises(UserError, match=r"tiny.gguf: the tokenizer has ids up to 7, but the model's vocab_size is 7"):
+        gguf_tokenizer(METADATA, "tiny.gguf", 7)
+    write_folder(tmp_path, bos=False)
+    assert load_folder_tokenizer(tmp_path, 4) is not None
+    with pytest.raises(UserError, match="ids up to 3"):
+        load_folder_tokenizer(tmp_path, 3)
+
+
 def test_absent_tokenizer(tmp_path: Path) -> None:
     assert gguf_tokenizer({"general.architecture": "llama"}, "x.gguf") is None
     assert load_folder_tokenizer(tmp_path) is None
@@ -156,7 +166,7 @@ def test_folder_with_only_the_tokenizer_and_with_a_damaged_one(tmp_path: Path) -
     assert tokenizer.eos_ids == {1}
     assert tokenizer.encode("hello", add_bos=True) == [2]
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer.json: is no tokenizer file"):
+    with pytest.raises(UserError, match=r"tokenizer.json: is no tokenizer file .*Fix: copy the model's own file"):
         load_folder_tokenizer(tmp_path)
 
 

@@ -88,6 +88,38 @@ def test_diff(tmp_path: Path) -> None:
     assert "equal" in output("table", "diff", a, a)
 
 
+def test_diff_tells_by_exit_code_on_request(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.json", (1025, 2048, 64))
+    b = write(tmp_path / "b.json", (1025, 2048, 128))
+    assert run("table", "diff", a, b).exit_code == 0
+    for extra in ((), ("--json",)):
+        assert run("table", "diff", a, b, "--exit-code", *extra).exit_code == 1
+        assert run("table", "diff", a, a, "--exit-code", *extra).exit_code == 0
+    assert json.loads(run("table", "diff", a, b, "--exit-code", "--json").stdout)["same"] is False
+    assert "--exit-code" in output("table", "diff", "--help")
+
+
+def test_borders_are_light(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.json", (1025, 2048, 64))
+    b = write(tmp_path / "b.json", (2049, 4096, 0))
+    for text in (output("table", "show", a), output("table", "diff", a, b)):
+        assert "1025..2048" in text
+        assert not set("┏┃│┡└") & set(text)
+
+
+@pytest.mark.parametrize("name", ["a.json", "sub/../a.json", "link.json"])
+def test_merge_refuses_to_overwrite_an_input(tmp_path: Path, name: str) -> None:
+    a = write(tmp_path / "a.json", (1025, 2048, 64))
+    b = write(tmp_path / "b.json", (2049, None, 0))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link.json").symlink_to(a)
+    before = a.read_bytes()
+    error = refusal("table", "merge", b, a, "-o", tmp_path / name)
+    assert error.where == "--output"
+    assert "another file" in error.fix
+    assert a.read_bytes() == before
+
+
 def test_merge(tmp_path: Path) -> None:
     a = write(tmp_path / "a.json", (1025, 2048, 64))
     b = write(tmp_path / "b.json", (2049, None, 0))
@@ -112,10 +144,31 @@ def test_check(tmp_path: Path) -> None:
         "file": str(path),
         "sha256": load_table(path).sha256,
         "checked": [],
+        "warnings": [],
     }
     good = ("--gpu", "NVIDIA H200", "--tp", "8", "--hidden", "8192", "--dtype", "bfloat16", "--kind", "dense")
     assert len(run_json("table", "check", path, *good)["checked"]) == 5
     assert "good" in output("table", "check", path, *good)
+
+
+def test_check_warns_of_rows_that_never_split(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.json", (257, 512, 0), (1025, None, 64))
+    (warning,) = run_json("table", "check", path)["warnings"]
+    assert "tokens 257..512: steps below min_tokens 1024 are never split" in warning
+    text = " ".join(output("table", "check", path).split())
+    assert "warning: row batch 1.. tokens 257..512" in text
+    assert "good, 2 rows" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--kind", "foo"), ("--dtype", "foo"), ("--tp", "-3"), ("--tp", "0"), ("--hidden", "0"), ("--gpu", "")],
+)
+def test_check_blames_impossible_options(tmp_path: Path, option: str, value: str) -> None:
+    path = write(tmp_path / "t.json", (1025, None, 64))
+    error = refusal("table", "check", path, option, value)
+    assert error.where == option
+    assert error.fix
 
 
 @pytest.mark.parametrize(
@@ -157,7 +210,10 @@ def test_from_paper_refuses(tmp_path: Path) -> None:
     assert "missing" in refusal("table", "from-paper", source, "-o", out, "--tp", "8", "--hidden", "8192").what
     source.write_text('{"2048": {"baseline_ctas": 16, "attention_ctas": 4, "mlp_ctas": 4, "split_offset": 64}}')
     bad_key = ("-o", out, "--tp", "0", "--hidden", "8192")
-    assert refusal("table", "from-paper", source, *bad_key).where == "key: tp_size"
+    assert refusal("table", "from-paper", source, *bad_key).where == "--tp"
+    source.write_text(source.read_text().replace("64", "100000"))
+    error = refusal("table", "from-paper", source, "-o", out, "--tp", "8", "--hidden", "8192")
+    assert error.where == f'{source}: "2048".split_offset'
     assert not out.exists()
 
 
@@ -211,6 +267,16 @@ def test_plan_text() -> None:
         assert part in result.stdout
 
 
+def test_plan_text_cuts_no_number_off() -> None:
+    arguments = ["plan", "--preset", "llama-3.1-405b", "--tp", "1", "--tokens", "1048576,2048", "--sms", "18"]
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, arguments)
+    assert result.exit_code == 0
+    assert "…" not in result.stdout
+    assert "524288+524288" in result.stdout
+    lines = [line for line in result.stdout.splitlines() if line.startswith(("1048576", "2048"))]
+    assert [len(line.split()) for line in lines] == [9, 9]
+
+
 def test_plan_takes_the_sms_of_the_gpu() -> None:
     few = run_json("plan", "--preset", "llama-3.3-70b", "--tokens", "2048", "--sms", "66")
     assert few["steps"][0]["gemms"][2]["whole"] == 7
@@ -224,14 +290,32 @@ def test_plan_takes_the_sms_of_the_gpu() -> None:
         (("--tokens", ""), "not a list of token counts"),
         (("--tokens", "512,,1024"), "not a list of token counts"),
         (("--tokens", "0"), "not a list of token counts"),
+        (("--tokens", "99999999999999999999"), "give counts up to 1048576"),
+        (("--tokens", "512,1048577"), "give counts up to 1048576"),
+        (("--tokens", "9" * 5000), "not a list of token counts"),
         (("--batch", "0"), "below 1"),
-        (("--sms", "0"), "below 1"),
-        (("--sms", "16"), "leave no SMs"),
+        (("--batch", "99999"), "99999 sequences need at least 99999 tokens"),
+        (("--sms", "0"), "outside of 1..1024"),
+        (("--sms", "1000000000"), "outside of 1..1024"),
+        (("--sms", "16"), "leaves 0 of 16 SMs"),
+        (("--sms", "17"), "leaves 1 of 17 SMs"),
         (("--tp", "1000"), "1000"),
     ],
 )
 def test_plan_refuses(options: tuple[str, str], what: str) -> None:
-    assert what in str(refusal("plan", "--preset", "llama-3.3-70b", *options))
+    error = refusal("plan", "--preset", "llama-3.3-70b", *options)
+    assert what in str(error)
+    assert error.fix
+    assert len(str(error)) < 250
+
+
+def test_plan_leaves_out_steps_of_fewer_tokens_than_sequences() -> None:
+    arguments = ("plan", "--preset", "llama-3.3-70b", "--batch", "100", "--tokens", "50,99,100,2048")
+    document = run_json(*arguments)
+    assert [step["num_tokens"] for step in document["steps"]] == [100, 2048]
+    assert document["skipped"] == [50, 99]
+    assert "left out, fewer tokens than the 100 sequences: 50, 99" in output(*arguments)
+    assert "need at least 100 tokens" in str(refusal(*arguments[:-1], "50"))
 
 
 def test_plan_refuses_unknown_presets_and_other_tables(tmp_path: Path) -> None:

@@ -169,6 +169,8 @@ def test_paper_older_spelling() -> None:
         ({"1024": entry(16, 4, 4, 0) | {"mlp_ctas": "4"}}, 'c: "1024": mlp_ctas', "valid integer"),
         ({"1500": entry(16, 4, 4, 0), "4096": entry(16, 4, 4, 0)}, 'c: "1500"', "multiple of the granularity"),
         ({"1024": entry(16, 4, 4, 512), "4096": entry(16, 4, 4, 0)}, 'c: "1024".split_offset', "leaves no suffix"),
+        ({"1024": entry(16, 4, 4, 0), "4096": entry(16, 4, 4, 100_000)}, 'c: "4096".split_offset', "below 2048"),
+        ({"4096": entry(16, 4, 4, 2048)}, 'c: "4096".split_offset', "leaves no suffix"),
     ],
 )
 def test_bad_paper_configs(config: dict[str, Any], where: str, what: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.table import (
     Bucket,
     LaunchConfig,
@@ -144,6 +145,19 @@ def test_batch_buckets_that_do_not_differ_are_joined() -> None:
     assert table.prefix_lookup(64, 1024).batch_starts == ()
 
 
+def test_the_largest_size_is_quick_with_many_rows() -> None:
+    rows = tuple(
+        TableRow(batch=Bucket(lo=b, hi=b), tokens=Bucket(lo=16 * i + 1, hi=16 * i + 16), mode="weave")
+        for b in range(1, 9)
+        for i in range(64, 96)
+    )
+    lookup = TuningTable(key=KEY, granularity=16, rows=rows).prefix_lookup(2**20, 2**20)
+    # Rows of offset 0 are the default rule: nothing tells the batches apart.
+    assert lookup.batch_starts == ()
+    assert lookup.prefix.shape == (1, 2**16 + 1)
+    assert lookup.evaluate(1, 2**20) == (2**19, 2**19)
+
+
 def test_large_tables_are_cut_into_constants_of_64() -> None:
     rows = tuple(
         TableRow(batch=Bucket(lo=2**i, hi=2 ** (i + 1) - 1), tokens=Bucket(lo=1), mode="weave", split_offset=8 * i)
@@ -156,8 +170,8 @@ def test_large_tables_are_cut_into_constants_of_64() -> None:
 
 def test_ranges_are_checked() -> None:
     table = default_table(KEY)
-    for sizes in ((0, 8), (8, 0)):
-        with pytest.raises(ValueError, match="at least 1"):
+    for sizes in ((0, 8), (8, 0), (2**20 + 1, 8), (8, 2**20 + 1), (8, 2**31 - 1), (8, 10**20)):
+        with pytest.raises(UserError, match=r"is outside of 1\.\.1048576"):
             table.prefix_lookup(*sizes)
     lookup = table.prefix_lookup(8, 300)
     for step in ((9, 1), (1, 301), (-1, 1), (1, -1)):

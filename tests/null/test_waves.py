@@ -43,8 +43,10 @@ def test_wave_count_is_the_ceiling_for_even_sms(tiles: int, sms_left: int) -> No
 def test_no_sms_left() -> None:
     with pytest.raises(UserError, match="1 SMs are left"):
         wave_count(5, 1)
-    with pytest.raises(UserError, match="leave no SMs of 16"):
-        WaveModel(attention=LAUNCH, mlp=LAUNCH, sms=16)
+    for sms, left in ((16, 0), (17, 1), (8, 0)):
+        with pytest.raises(UserError, match=f"leaves {left} of {sms} SMs to the GEMMs.*at least 18"):
+            WaveModel(attention=LAUNCH, mlp=LAUNCH, sms=sms)
+    assert WaveModel(attention=LAUNCH, mlp=LAUNCH, sms=18).sms_left("mlp", "prefix") == 2
 
 
 def test_llama_70b_shapes() -> None:

@@ -51,7 +51,13 @@ def open_checkpoint(path: Path, *, dtype: str | None = None, architecture_hint: 
     path = Path(path)
     if not path.exists():
         raise UserError("does not exist", where=str(path), fix=_KINDS)
+    if not path.is_file() and not path.is_dir():
+        raise UserError("is neither a file nor a folder", where=str(path), fix=_KINDS)
     if path.is_file():
+        if path.suffix in (".json", ".safetensors"):
+            raise UserError(
+                "is one file of a checkpoint folder", where=str(path), fix=f"give its folder, {path.parent}"
+            )
         return GgufCheckpoint(path, dtype=dtype)
     if not (path / "config.json").exists():
         raise UserError("has no config.json", where=str(path), fix=_KINDS)

@@ -47,13 +47,18 @@ def read_hugging_face_config(path: Path, architecture_hint: str | None = None) -
     architecture = _hugging_face_architecture(fields, architecture_hint)
     if fields.get("quantization_config") is not None:
         raise UserError("quantized weights are not served", where=fields.where("quantization_config"), fix=_NO_QUANT)
-    fields.refuse("hidden_act", allowed=("silu",))
+    fields.refuse("hidden_act", allowed=("silu",), fix="use a model whose feed-forward layers use silu (SwiGLU)")
     for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if not (architecture == "Qwen2ForCausalLM" and name == "attention_bias"):
             fields.refuse(name, allowed=(False,))
     max_positions = fields.integer("max_position_embeddings")
     if architecture != "Qwen2ForCausalLM" and fields.integer("sliding_window", default=max_positions) < max_positions:
-        raise UserError("a sliding window is not served", where=fields.where("sliding_window"))
+        window = fields.integer("sliding_window")
+        raise UserError(
+            f"a sliding window (of {window} tokens) is not served",
+            where=fields.where("sliding_window"),
+            fix=f"use a model without one, or set it to null and keep sequences within {window} tokens",
+        )
     rope = fields.section("rope_parameters") or Fields({}, str(path))
     values = _common_sizes(fields) | {
         "architecture": architecture,
@@ -124,7 +129,9 @@ def _refuse_trtllm_features(fields: Fields, architecture: str) -> None:
             quantization.refuse(name, allowed=(), what="quantization is not served", fix=_NO_QUANT)
     # The MoE layer spells the gated activation out.
     fields.refuse("hidden_act", allowed=("swiglu",) if architecture == "MixtralForCausalLM" else ("silu",))
-    fields.refuse("position_embedding_type", allowed=("rope_gpt_neox",))
+    fields.refuse(
+        "position_embedding_type", allowed=("rope_gpt_neox",), fix="use a model with rotary embedding (rope_gpt_neox)"
+    )
     if architecture != "Qwen2ForCausalLM":
         fields.refuse("attn_bias", allowed=(False,))
     for name in ("mlp_bias", "residual_mlp", "qk_layernorm", "use_logn_attn", "fc_after_embed"):
@@ -160,7 +167,11 @@ def _common_sizes(fields: Fields) -> dict[str, Any]:
 def _head_size(sizes: dict[str, Any], fields: Fields) -> int:
     heads = sizes["num_attention_heads"]
     if heads < 1:
-        raise UserError(f"is {heads}, expected at least 1", where=fields.where("num_attention_heads"))
+        raise UserError(
+            f"is {heads}, expected at least 1",
+            where=fields.where("num_attention_heads"),
+            fix="copy the model's own config.json again",
+        )
     return int(sizes["hidden_size"] // heads)
 
 

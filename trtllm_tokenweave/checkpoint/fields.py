@@ -10,17 +10,18 @@ from typing import Any
 from trtllm_tokenweave.errors import UserError
 
 _REQUIRED: Any = object()
+_OWN_FILE = "copy the model's own file again"
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from ``path``. Raises UserError when it cannot be read or is something else."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
-        raise UserError(f"cannot be read: {reason}", where=str(path)) from error
+        raise UserError(f"cannot be read: {reason}", where=str(path), fix=_OWN_FILE) from error
     if not isinstance(data, dict):
-        raise UserError("holds no JSON object", where=str(path))
+        raise UserError("holds no JSON object", where=str(path), fix=_OWN_FILE)
     return data
 
 
@@ -44,10 +45,10 @@ class Fields:
         value = self.get(*names)
         if value is None:
             if default is _REQUIRED:
-                raise UserError("is missing", where=self.where(names[0]))
+                raise UserError("is missing", where=self.where(names[0]), fix=_OWN_FILE)
             return default
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise UserError(f"is {value!r}, expected {noun}", where=self.where(names[0]))
+            raise UserError(f"is {value!r}, expected {noun}", where=self.where(names[0]), fix=_OWN_FILE)
         return value
 
     def integer(self, *names: str, default: Any = _REQUIRED) -> int:
@@ -75,4 +76,5 @@ class Fields:
         """Raise UserError unless the field is absent, null or one of ``allowed``."""
         value = self.get(name)
         if value is not None and value not in allowed:
-            raise UserError(f"{value!r} {what}", where=self.where(name), fix=fix)
+            served = " or ".join(json.dumps(choice) for choice in allowed) or "null"
+            raise UserError(f"{value!r} {what}", where=self.where(name), fix=fix or f"use a model with {name} {served}")

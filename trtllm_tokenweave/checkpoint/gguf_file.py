@@ -11,7 +11,15 @@ import numpy as np
 from trtllm_tokenweave.checkpoint.base import FullCheckpoint, Tokenizer
 from trtllm_tokenweave.checkpoint.dtypes import Array
 from trtllm_tokenweave.checkpoint.fields import Fields
-from trtllm_tokenweave.checkpoint.names import EMBEDDING, FINAL_NORM, LM_HEAD, Shape, check_shapes, full_shapes
+from trtllm_tokenweave.checkpoint.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    Shape,
+    check_all_read,
+    check_shapes,
+    full_shapes,
+)
 from trtllm_tokenweave.checkpoint.tokenizer import gguf_tokenizer
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.model_config import ModelConfig, RotaryScaling, make_config
@@ -32,7 +40,9 @@ _LAYER = {
 }
 _INTEGERS = ("I8", "I16", "I32", "I64")
 _ROPE_FACTORS = "rope_freqs.weight"
+_FOLDER = "use the Hugging Face folder"
 _AGAIN = "download or copy the file again"
+_KINDS = "give a GGUF file, a Hugging Face folder or a TensorRT-LLM checkpoint folder"
 
 
 class GgufCheckpoint(FullCheckpoint):
@@ -59,11 +69,15 @@ class GgufCheckpoint(FullCheckpoint):
             del expected[LM_HEAD]
         names = {name: gguf_name(name) for name in expected}
         found = {name: _shape(self._tensors[key]) for name, key in names.items() if key in self._tensors}
-        check_shapes(expected, found, self.source, names)
+        check_shapes(expected, found, self.source, file_names=names)
+        # The frequencies have become the config's rotary_scaling.
+        check_all_read(names.values(), self._tensors, self.source, ignored=lambda name: name == _ROPE_FACTORS)
         for key in names.values():
             kind = self._tensors[key].tensor_type.name
             if kind in _INTEGERS:
-                raise UserError(f"tensor {key} has type {kind}, expected floating-point numbers", where=self.source)
+                raise UserError(
+                    f"tensor {key} has type {kind}, expected floating-point numbers", where=self.source, fix=_AGAIN
+                )
 
     def read_full(self, name: str) -> Array:
         """See ``FullCheckpoint.read_full``; float32, or the file's own float dtype."""
@@ -81,6 +95,7 @@ class GgufCheckpoint(FullCheckpoint):
                 raise UserError(
                     f"tensor {tensor.name} has type {tensor.tensor_type.name}, which cannot be dequantised",
                     where=self.source,
+                    fix="use a file of another quantisation, such as Q8_0 or F16",
                 ) from error
         if self._llama_rows and name.endswith(("q_proj.weight", "k_proj.weight")):
             return undo_rotary_permutation(values, values.shape[0] // self.config.head_size)
@@ -88,7 +103,7 @@ class GgufCheckpoint(FullCheckpoint):
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer in the file's metadata, or None where it has none."""
-        return gguf_tokenizer(self._metadata, self.source)
+        return gguf_tokenizer(self._metadata, self.source, self.config.vocab_size)
 
 
 def gguf_name(name: str) -> str:
@@ -129,9 +144,9 @@ def _open(path: Path) -> Any:
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        raise UserError(f"cannot be read: {error.strerror}", where=str(path), fix=_AGAIN) from error
     if magic != MAGIC:
-        raise UserError("is no GGUF file (its first bytes differ)", where=str(path))
+        raise UserError("is no GGUF file (its first bytes differ)", where=str(path), fix=_KINDS)
     from gguf import GGUFReader
 
     class PlainReader(GGUFReader):  # type: ignore[misc,unused-ignore]
@@ -180,10 +195,10 @@ def _read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str)
             fix=f"use a model of {', '.join(_ARCHITECTURES)}",
         )
     model = Fields({key.removeprefix(f"{name}."): value for key, value in metadata.items()}, source, f"{name}.")
-    model.refuse("expert_count", allowed=(0,), what="experts are not served in GGUF", fix="use the Hugging Face folder")
+    model.refuse("expert_count", allowed=(0,), what="experts are not served in GGUF", fix=_FOLDER)
     hidden, heads = model.integer("embedding_length"), model.integer("attention.head_count")
     if heads < 1:
-        raise UserError(f"is {heads}, expected at least 1", where=model.where("attention.head_count"))
+        raise UserError(f"is {heads}, expected at least 1", where=model.where("attention.head_count"), fix=_AGAIN)
     head_size = model.integer("attention.key_length", default=hidden // heads)
     for field in ("attention.value_length", "rope.dimension_count"):
         model.refuse(field, allowed=(head_size,), what=f"differs from the head size {head_size}, which is not served")
@@ -215,6 +230,9 @@ def _shortest(value: float) -> float:
 
 def _rotary_scaling(model: Fields, factors: Any, base: float, head_size: int) -> RotaryScaling | None:
     if factors is not None:
+        model.refuse(
+            "rope.scaling.type", allowed=("none",), what=f"beside a tensor {_ROPE_FACTORS} is not served", fix=_FOLDER
+        )
         return _llama3_scaling(np.asarray(factors.data, np.float32), base, head_size, model)
     kind = model.text("rope.scaling.type", default="none")
     if kind == "none":
@@ -223,17 +241,20 @@ def _rotary_scaling(model: Fields, factors: Any, base: float, head_size: int) ->
     return RotaryScaling(type="linear", factor=model.number("rope.scaling.factor"))
 
 
-def _llama3_scaling(factors: Array, base: float, head_size: int, model: Fields) -> RotaryScaling:
+def _llama3_scaling(factors: Array, base: float, head_size: int, model: Fields) -> RotaryScaling | None:
     """Llama 3's scaling is stored as one divisor per frequency; find the public parameters that give them."""
+    if factors.shape == (head_size // 2,) and (factors == 1).all():
+        return None
     for factor in (8.0, 32.0):
         scaling = RotaryScaling(type="llama3", factor=factor)
         expected = llama3_divisors(scaling, base, head_size)
         if factors.shape == expected.shape and np.allclose(factors, expected, rtol=1e-4):
             return scaling
     raise UserError(
-        f"tensor {_ROPE_FACTORS} is no scaling of a Llama 3 model",
+        f"tensor {_ROPE_FACTORS} is no scaling of a Llama 3 model (factor 8 or 32 at rope.freq_base {base:g} and head "
+        f"size {head_size})",
         where=model.source,
-        fix="use the Hugging Face folder",
+        fix=_FOLDER,
     )
 
 

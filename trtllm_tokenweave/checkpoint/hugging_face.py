@@ -8,7 +8,7 @@ from trtllm_tokenweave.checkpoint.base import FullCheckpoint, Tokenizer
 from trtllm_tokenweave.checkpoint.config_files import read_hugging_face_config
 from trtllm_tokenweave.checkpoint.dtypes import Array
 from trtllm_tokenweave.checkpoint.fields import Fields, read_json
-from trtllm_tokenweave.checkpoint.names import LM_HEAD, check_shapes, full_shapes
+from trtllm_tokenweave.checkpoint.names import LM_HEAD, check_all_read, check_shapes, full_shapes
 from trtllm_tokenweave.checkpoint.safetensors_file import SafetensorsFiles
 from trtllm_tokenweave.checkpoint.tokenizer import load_folder_tokenizer
 from trtllm_tokenweave.errors import UserError
@@ -38,7 +38,8 @@ class HuggingFaceCheckpoint(FullCheckpoint):
         expected = full_shapes(self.config)
         if tied:
             del expected[LM_HEAD]
-        check_shapes(expected, self._files.shapes, self.source)
+        check_shapes(expected, self._files.shapes, self.source, places=self._files.places)
+        check_all_read(expected, self._files.shapes, self.source, ignored=_unneeded)
         self._files.check_dtypes(list(expected))
 
     def read_full(self, name: str) -> Array:
@@ -47,7 +48,12 @@ class HuggingFaceCheckpoint(FullCheckpoint):
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of tokenizer.json, or None where the folder has none."""
-        return load_folder_tokenizer(self.folder)
+        return load_folder_tokenizer(self.folder, self.config.vocab_size)
+
+
+def _unneeded(name: str) -> bool:
+    """Tensors outside of the language model, and rotary frequencies, which older files hold and the config gives."""
+    return not name.startswith(("model.", "lm_head")) or name.endswith("rotary_emb.inv_freq")
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -63,9 +69,13 @@ def _weight_files(folder: Path) -> list[Path]:
     fields = Fields(read_json(index), str(index))
     weight_map = fields.section("weight_map")
     if weight_map is None:
-        raise UserError("is missing", where=fields.where("weight_map"))
+        raise UserError("is missing", where=fields.where("weight_map"), fix="copy the model's own file again")
     names = {weight_map.text(tensor) for tensor in weight_map.data}
     for name in names:
         if Path(name).name != name:
-            raise UserError(f"names {name!r}, which is outside the folder", where=fields.where("weight_map"))
+            raise UserError(
+                f"names {name!r}, which is outside the folder",
+                where=fields.where("weight_map"),
+                fix="name files of the same folder",
+            )
     return [folder / name for name in sorted(names)]

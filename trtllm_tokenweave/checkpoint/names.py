@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.model_config import ModelConfig
@@ -73,24 +73,58 @@ def rank_shapes(config: ModelConfig, tp_size: int) -> dict[str, Shape]:
     return shapes
 
 
+_SAME_MODEL = "make sure that the config and the weights belong to the same model"
+
+
 def check_shapes(
-    expected: Mapping[str, Shape], found: Mapping[str, Shape], source: str, file_names: Mapping[str, str] | None = None
+    expected: Mapping[str, Shape],
+    found: Mapping[str, Shape],
+    source: str,
+    *,
+    file_names: Mapping[str, str] | None = None,
+    places: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise UserError for the first tensor that is missing or has another shape; more tensors than needed are fine.
+    """Raise UserError for the first tensor that is missing or has another shape.
 
     Args:
         expected: Name -> shape that the config asks for.
         found: Name -> shape in the file.
         source: The file, for the error.
         file_names: How the file calls a tensor, where it differs from the key.
+        places: The file of each tensor found, where ``source`` is a folder of several.
     """
     for name, shape in expected.items():
         called = (file_names or {}).get(name, name)
         if name not in found:
-            raise UserError(f"tensor {called} of shape {shape} is missing", where=source)
+            raise UserError(
+                f"tensor {called} of shape {shape} is missing",
+                where=source,
+                fix=f"{_SAME_MODEL}, and that no file of them is left out",
+            )
         if found[name] != shape:
             raise UserError(
                 f"tensor {called} has shape {found[name]}, expected {shape}",
-                where=source,
-                fix="make sure that the config and the weights belong to the same model",
+                where=(places or {}).get(name, source),
+                fix=_SAME_MODEL,
             )
+
+
+def check_all_read(read: Collection[str], found: Iterable[str], source: str, *, ignored: Callable[[str], bool]) -> None:
+    """Raise UserError when the file holds tensors that belong to the model and that nothing reads.
+
+    Such a model is another one than its config says: it has more layers, biases or norms of q and k.
+
+    Args:
+        read: Names that are read.
+        found: Names in the file.
+        source: The file, for the error.
+        ignored: Says which unread tensors do not change what the model computes.
+    """
+    unread = [name for name in found if name not in read and not ignored(name)]
+    if unread:
+        more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+        raise UserError(
+            f"a model of this config does not read the tensors {', '.join(unread[:3])}{more}",
+            where=source,
+            fix=f"{_SAME_MODEL} (number of layers, biases, q and k norms), one of a served architecture",
+        )

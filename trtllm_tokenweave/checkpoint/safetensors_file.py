@@ -35,11 +35,18 @@ class SafetensorsFiles:
                     self._dtypes[name] = view.get_dtype()
                     self._files[name] = (path, handle)
             except FileNotFoundError as error:
-                raise UserError("does not exist", where=str(path)) from error
+                raise UserError(
+                    "does not exist", where=str(path), fix="copy every file of the checkpoint into the folder"
+                ) from error
             except (SafetensorError, OSError, ValueError) as error:
                 raise UserError(
                     f"is no complete safetensors file ({error})", where=str(path), fix="download or convert it again"
                 ) from error
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Tensor name -> path of the file that holds it."""
+        return {name: str(path) for name, (path, _) in self._files.items()}
 
     def check_dtypes(self, names: Sequence[str]) -> None:
         """Raise UserError for the first of ``names`` that does not hold plain floating-point numbers."""

@@ -77,10 +77,11 @@ class HubTokenizer:
         raise UserError(f"the chat template refuses these messages: {message}", where=self._source)
 
 
-def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> HubTokenizer | None:
+def gguf_tokenizer(metadata: Mapping[str, Any], source: str, vocab_size: int | None = None) -> HubTokenizer | None:
     """The byte-level BPE tokenizer that a GGUF file's metadata describes, or None where it describes none.
 
-    Raises UserError for a kind of tokenizer that is not served, or lists that do not fit together.
+    Raises UserError for a kind of tokenizer that is not served, lists that do not fit together, or ids that reach
+    ``vocab_size`` (None: not checked).
     """
     fields = Fields(metadata, source)
     if fields.get("tokenizer.ggml.tokens") is None:
@@ -97,17 +98,20 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> HubTokenizer | N
     if pre not in splits:
         raise UserError(f"{pre!r} is not served", where=fields.where("tokenizer.ggml.pre"), fix=fix)
     tokens: list[str] = list(metadata["tokenizer.ggml.tokens"])
+    _check_ids(len(tokens) - 1, vocab_size, source)
     types: list[int] = list(metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens))
     if len(types) != len(tokens):
         raise UserError(
-            f"has {len(types)} entries for {len(tokens)} tokens", where=fields.where("tokenizer.ggml.token_type")
+            f"has {len(types)} entries for {len(tokens)} tokens",
+            where=fields.where("tokenizer.ggml.token_type"),
+            fix=fix,
         )
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or []]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
         backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
     except Exception as error:  # the library raises nothing narrower
-        raise UserError(f"is inconsistent ({error})", where=fields.where("tokenizer.ggml.merges")) from error
+        raise UserError(f"is inconsistent ({error})", where=fields.where("tokenizer.ggml.merges"), fix=fix) from error
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits[pre], pre_tokenizers.ByteLevel(add_prefix_space=False)])
     backend.decoder = decoders.ByteLevel()
     special = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
@@ -121,7 +125,9 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> HubTokenizer | N
             return None
         if not isinstance(value, int) or not 0 <= value < len(tokens):
             raise UserError(
-                f"is {value!r}, outside 0..{len(tokens) - 1}", where=fields.where(f"tokenizer.ggml.{name}_token_id")
+                f"is {value!r}, outside 0..{len(tokens) - 1}",
+                where=fields.where(f"tokenizer.ggml.{name}_token_id"),
+                fix=fix,
             )
         return value
 
@@ -139,8 +145,11 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> HubTokenizer | N
     )
 
 
-def load_folder_tokenizer(folder: Path) -> HubTokenizer | None:
-    """The tokenizer of a folder's tokenizer.json, or None where there is none. Raises UserError for a damaged one."""
+def load_folder_tokenizer(folder: Path, vocab_size: int | None = None) -> HubTokenizer | None:
+    """The tokenizer of a folder's tokenizer.json, or None where there is none.
+
+    Raises UserError for a damaged one, or one whose ids reach ``vocab_size`` (None: not checked).
+    """
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
@@ -149,14 +158,20 @@ def load_folder_tokenizer(folder: Path) -> HubTokenizer | None:
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
-        raise UserError(f"is no tokenizer file ({error})", where=str(path)) from error
+        raise UserError(
+            f"is no tokenizer file ({error})",
+            where=str(path),
+            fix="copy the model's own file again, or remove it and give token ids",
+        ) from error
+    if vocab_size is not None:
+        _check_ids(max(backend.get_vocab(with_added_tokens=True).values(), default=-1), vocab_size, str(path))
     settings = _optional(folder / "tokenizer_config.json")
     bos, eos = _token_text(settings, "bos_token"), _token_text(settings, "eos_token")
     eos_id: int | None = backend.token_to_id(eos) if eos else None
     eos_ids: set[int] = set() if eos_id is None else {eos_id}
     for name in ("generation_config.json", "config.json"):
         found = _optional(folder / name).get("eos_token_id")
-        eos_ids |= {found} if isinstance(found, int) else set(found or [])
+        eos_ids |= {index for index in (found if isinstance(found, list) else [found]) if isinstance(index, int)}
     # Whether the model wants a first token shows in what the tokenizer itself puts before an empty text.
     first = backend.encode("", add_special_tokens=True).ids[:1]
     return HubTokenizer(
@@ -166,6 +181,16 @@ def load_folder_tokenizer(folder: Path) -> HubTokenizer | None:
         chat=ChatTokens(_folder_template(folder, settings), bos, eos),
         bos_id=first[0] if first and bos and first[0] == backend.token_to_id(bos) else None,
     )
+
+
+def _check_ids(largest: int, vocab_size: int | None, source: str) -> None:
+    """Ids beyond the embedding would read rows that are not there."""
+    if vocab_size is not None and largest >= vocab_size:
+        raise UserError(
+            f"the tokenizer has ids up to {largest}, but the model's vocab_size is {vocab_size}",
+            where=source,
+            fix="use the tokenizer that belongs to these weights",
+        )
 
 
 def _optional(path: Path) -> dict[str, Any]:

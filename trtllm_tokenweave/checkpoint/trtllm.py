@@ -9,7 +9,7 @@ import numpy as np
 from trtllm_tokenweave.checkpoint.base import Tokenizer
 from trtllm_tokenweave.checkpoint.config_files import read_trtllm_config
 from trtllm_tokenweave.checkpoint.dtypes import Array, convert, numpy_dtype
-from trtllm_tokenweave.checkpoint.names import Shape, check_shapes, rank_shapes
+from trtllm_tokenweave.checkpoint.names import Shape, check_all_read, check_shapes, rank_shapes
 from trtllm_tokenweave.checkpoint.safetensors_file import SafetensorsFiles
 from trtllm_tokenweave.checkpoint.sharding import RankWeights, take_rows
 from trtllm_tokenweave.checkpoint.tokenizer import load_folder_tokenizer
@@ -72,6 +72,7 @@ class TrtllmCheckpoint:
             del expected[_HEAD]
         expected[_EMBEDDING] = self._embedding_shape()
         check_shapes(expected, files.shapes, source)
+        check_all_read(expected, files.shapes, source, ignored=_unneeded)
         files.check_dtypes(list(expected))
         weights: RankWeights = {}
         for name in expected:
@@ -93,7 +94,11 @@ class TrtllmCheckpoint:
         if dim == 0:
             return (self._expected[_HEAD][0], hidden)
         if dim != 1 or hidden % self.tp_size:
-            raise UserError(f"embedding_sharding_dim {dim} is not served for hidden_size {hidden}", where=self.source)
+            raise UserError(
+                f"embedding_sharding_dim {dim} is not served for hidden_size {hidden}",
+                where=self.source,
+                fix="convert the checkpoint without use_parallel_embedding",
+            )
         return (vocab, hidden // self.tp_size)
 
     def _tensor(self, files: SafetensorsFiles, name: str) -> Array:
@@ -111,4 +116,9 @@ class TrtllmCheckpoint:
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of tokenizer.json, where somebody put one into the folder."""
-        return load_folder_tokenizer(self.folder)
+        return load_folder_tokenizer(self.folder, self.config.vocab_size)
+
+
+def _unneeded(name: str) -> bool:
+    """Tensors outside of the model, such as the tables of rotary embedding, which the config gives."""
+    return not name.startswith(("transformer.", "lm_head"))

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from trtllm_tokenweave.cli.table import print_json, read_tokens
@@ -18,6 +19,7 @@ from trtllm_tokenweave.schedule import SplitPlan
 from trtllm_tokenweave.table import TuningTable, load_table
 from trtllm_tokenweave.waves import (
     DEFAULT_SMS,
+    MAX_SMS,
     GemmShape,
     GemmWaves,
     SplitSeed,
@@ -50,14 +52,24 @@ def plan(
     sms: Annotated[int, typer.Option(help="SMs of the GPU.")] = DEFAULT_SMS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Print the split of each step size and the waves of each GEMM, whole and in either half."""
+    """Print the split of each step size and the waves of each GEMM, whole and in either half.
+
+    Steps of fewer tokens than --batch are left out: every sequence of a step has at least one token.
+    """
     config = model_preset(preset)
     shapes = gemm_shapes(config, tp)
     counts = read_tokens(tokens)
     if batch < 1:
-        raise UserError(f"{batch} is below 1", where="--batch")
-    if sms < 1:
-        raise UserError(f"{sms} is below 1", where="--sms")
+        raise UserError(f"{batch} is below 1", where="--batch", fix="give the number of sequences")
+    if not 1 <= sms <= MAX_SMS:
+        raise UserError(f"{sms} is outside of 1..{MAX_SMS}", where="--sms", fix="give the GPU's SM count")
+    skipped = tuple(count for count in counts if count < batch)
+    if len(skipped) == len(counts):
+        raise UserError(
+            f"{batch} sequences need at least {batch} tokens, and no step has as many",
+            where="--batch",
+            fix="raise --tokens or lower --batch",
+        )
     if table is None:
         tuning = default_table(config, tp, sms=sms)
     else:
@@ -65,17 +77,22 @@ def plan(
         # The GPU of the run is not known here; --sms stands for it.
         expected = table_key(config, tp).model_dump(exclude={"gpu"})
         tuning.check_key(expected, where=str(table))
-    steps = [plan_one(tuning, shapes, batch, count, sms) for count in counts]
+    steps = [plan_one(tuning, shapes, batch, count, sms) for count in counts if count >= batch]
     if as_json:
         document = {
             "model": {"preset": preset, "tp_size": tp, "hidden_size": config.hidden_size, "kind": config.kind},
             "sms": sms,
             "table": _table_document(tuning, table),
             "steps": [_step_document(step) for step in steps],
+            "skipped": list(skipped),
         }
         print_json(document)
         return
-    _print_steps(Console(), steps, tuning, f"{preset}, tp_size {tp}, batch {batch}, {sms} SMs")
+    console = Console()
+    _print_steps(console, steps, tuning, f"{preset}, tp_size {tp}, batch {batch}, {sms} SMs")
+    if skipped:
+        sizes = ", ".join(map(str, skipped))
+        console.print(f"left out, fewer tokens than the {batch} sequences: {sizes}", highlight=False)
 
 
 def plan_one(table: TuningTable, shapes: tuple[GemmShape, ...], batch: int, num_tokens: int, sms: int) -> PlannedStep:
@@ -146,7 +163,11 @@ def _print_steps(console: Console, steps: list[PlannedStep], table: TuningTable,
         view.add_row(
             str(split.num_tokens), split.mode, halves, f"{split.attention.ctas}/{split.mlp.ctas}", *cells, seed
         )
+    # Numbers are never cut off: where the table needs more than the terminal's width, it takes it.
+    width = console.width
+    console.width = max(width, Measurement.get(console, console.options.update(max_width=10_000), view).maximum)
     console.print(view)
+    console.width = width
     console.print(
         "CTAs: of the attention/MLP collective. GEMMs: waves of the whole step, then of the prefix+suffix on the SMs "
         "left. Seed: the offset that wave arithmetic would try first.",

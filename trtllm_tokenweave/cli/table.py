@@ -1,4 +1,8 @@
-"""`trtllm-tokenweave table`: show, compare, join, check and convert tuning tables."""
+"""`trtllm-tokenweave table`: show, compare, join, check and convert tuning tables.
+
+``diff`` exits with 0 whether or not the tables differ; with ``--exit-code`` it exits with 1 when they do. ``check``
+exits with 0 when the table is valid, warnings or not.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,16 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.schedule import MAX_NUM_TOKENS
 from trtllm_tokenweave.table import (
     LaunchConfig,
     PaperTarget,
+    TableDiff,
     TableKey,
     TableRow,
     TuningTable,
@@ -49,10 +56,17 @@ def show(file: File, as_json: AsJson = False) -> None:
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="The first table.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="The second table.")],
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 when the tables differ.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print what differs between two tables."""
+    """Print what differs between two tables. Exits with 0 even when they do, unless --exit-code is given."""
     result = diff_tables(load_table(a), load_table(b))
+    _print_diff(result, (a, b), as_json)
+    if exit_code and not result.same:
+        raise typer.Exit(1)
+
+
+def _print_diff(result: TableDiff, names: tuple[Path, Path], as_json: bool) -> None:
     if as_json:
         print_json(
             {
@@ -76,7 +90,7 @@ def diff(
         console.print("the tables are equal")
     for name, (left, right) in result.head.items():
         console.print(f"{name}: {left} -> {right}", markup=False)
-    for title, rows in ((f"only in {a}", result.only_a), (f"only in {b}", result.only_b)):
+    for title, rows in ((f"only in {names[0]}", result.only_a), (f"only in {names[1]}", result.only_b)):
         if rows:
             console.print(_rows_table(title, rows))
     for change in result.changed:
@@ -92,7 +106,12 @@ def merge(
     output: Output,
     as_json: AsJson = False,
 ) -> None:
-    """Join tables of the same key; rows in conflict are refused."""
+    """Join tables of the same key; rows in conflict are refused, and an output that is one of the inputs."""
+    for file in files:
+        if _same_file(file, output):
+            raise UserError(
+                f"{output} is one of the tables to join", where="--output", fix="write the result to another file"
+            )
     table = merge_tables([load_table(file) for file in files], [str(file) for file in files])
     save_table(table, output)
     _print_written(table, output, (), as_json)
@@ -108,16 +127,23 @@ def check(
     kind: Annotated[str | None, typer.Option(help="Model kind (dense, moe) that the table has to be for.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a table, and that it was made for what is asked for."""
+    """Check a table, and that it was made for what is asked for. Rows that do nothing are warned of."""
     table = load_table(file)
     given = {"gpu": gpu, "tp_size": tp, "hidden_size": hidden, "dtype": dtype, "model_kind": kind}
     expected = {name: value for name, value in given.items() if value is not None}
+    # A value that no table can have is the option's fault, not the table's.
+    _key({**table.key.model_dump(), **expected})
     table.check_key(expected, where=str(file))
+    warnings = table.warnings()
     if as_json:
-        print_json({"ok": True, "file": str(file), "sha256": table.sha256, "checked": sorted(expected)})
+        document = {"ok": True, "file": str(file), "sha256": table.sha256, "checked": sorted(expected)}
+        print_json({**document, "warnings": list(warnings)})
         return
     checked = f", made for {', '.join(f'{name} {value}' for name, value in expected.items())}" if expected else ""
-    Console().print(f"{file}: good, {len(table.rows)} rows{checked}", markup=False, highlight=False)
+    console = Console()
+    for warning in warnings:
+        console.print(f"warning: {warning}", markup=False, highlight=False)
+    console.print(f"{file}: good, {len(table.rows)} rows{checked}", markup=False, highlight=False)
 
 
 @app.command("from-paper")
@@ -132,14 +158,31 @@ def from_paper(
     as_json: AsJson = False,
 ) -> None:
     """Convert a published configuration to a table."""
-    fields = {"gpu": gpu, "tp_size": tp, "hidden_size": hidden, "dtype": dtype, "model_kind": kind}
-    try:
-        key = TableKey.model_validate(fields)
-    except ValidationError as error:
-        raise table_error(error, "key") from error
+    key = _key({"gpu": gpu, "tp_size": tp, "hidden_size": hidden, "dtype": dtype, "model_kind": kind})
     table, notes = load_paper_config(file, PaperTarget(key))
     save_table(table, output)
     _print_written(table, output, notes, as_json)
+
+
+_OPTIONS = {"gpu": "--gpu", "tp_size": "--tp", "hidden_size": "--hidden", "dtype": "--dtype", "model_kind": "--kind"}
+
+
+def _key(fields: dict[str, Any]) -> TableKey:
+    """A table key made of options; a wrong value becomes a UserError that names the option."""
+    try:
+        return TableKey.model_validate(fields)
+    except ValidationError as error:
+        field = str(error.errors(include_url=False)[0]["loc"][0])
+        raise UserError(
+            table_error(error, "").what, where=_OPTIONS[field], fix="give a value that tables can have"
+        ) from error
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    try:
+        return a.samefile(b)
+    except OSError:
+        return a.absolute() == b.absolute()
 
 
 def print_json(document: Any) -> None:
@@ -151,14 +194,17 @@ def read_tokens(text: str) -> tuple[int, ...]:
     """Token counts of a comma-separated list.
 
     Raises:
-        UserError: Not a list of positive integers.
+        UserError: Not a list of positive integers up to `schedule.MAX_NUM_TOKENS`.
     """
     try:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
         counts = ()
     if not counts or min(counts) < 1:
-        raise UserError(f'"{text}" is not a list of token counts', where="--tokens", fix="write 512,1024,2048")
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise UserError(f'"{shown}" is not a list of token counts', where="--tokens", fix="write 512,1024,2048")
+    if max(counts) > MAX_NUM_TOKENS:
+        raise UserError("a count is too large", where="--tokens", fix=f"give counts up to {MAX_NUM_TOKENS}")
     return counts
 
 
@@ -186,7 +232,7 @@ def _print_head(console: Console, table: TuningTable, name: str) -> None:
 
 
 def _rows_table(title: str, rows: tuple[TableRow, ...]) -> Table:
-    table = Table("batch", "tokens", "mode", "offset", "attention", "mlp", title=title)
+    table = Table("batch", "tokens", "mode", "offset", "attention", "mlp", title=title, box=box.SIMPLE)
     for row in rows:
         offset = str(row.split_offset) if row.mode == "weave" else "-"
         table.add_row(

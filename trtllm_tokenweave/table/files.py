@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from trtllm_tokenweave.atomic import replace_file
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.table.model import SCHEMA_VERSION, RowError, TuningTable
+
+_AGAIN = "check the file, or make it again"
 
 
 def read_text(path: Path) -> str:
@@ -48,6 +49,9 @@ def read_json(text: str, where: str) -> Any:
         raise UserError(
             f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}", where=where
         ) from error
+    except ValueError as error:
+        # Python refuses to read an integer of thousands of digits.
+        raise UserError("holds a number with too many digits", where=where, fix=_AGAIN) from error
     except RecursionError as error:
         raise UserError("is not a table: nested too deeply", where=where) from error
 
@@ -69,7 +73,7 @@ def parse_table(text: str, *, where: str = "table") -> TuningTable:
     # Asked first: a newer form may hold fields that the checks below would blame.
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise UserError(
-            f"version {version} was made by a newer version (this one reads up to {SCHEMA_VERSION})",
+            f"version {str(version)[:20]} was made by a newer version (this one reads up to {SCHEMA_VERSION})",
             where=f"{where}: schema_version",
             fix="upgrade trtllm-tokenweave",
         )
@@ -94,7 +98,8 @@ def table_error(error: ValidationError, where: str) -> UserError:
     elif first["type"] == "extra_forbidden":
         what = "unknown field"
     elif not isinstance(first["input"], (dict, list)):
-        what = f"{what[0].lower()}{what[1:]}, got {json.dumps(first['input'])}"
+        got = json.dumps(first["input"])
+        what = f"{what[0].lower()}{what[1:]}, got {got if len(got) <= 80 else got[:80] + '...'}"
     if len(problems) > 1:
         what += f" (and {len(problems) - 1} more)"
     return UserError(what, where=f"{where}: {path}" if path else where)
@@ -140,21 +145,4 @@ def save_table(table: TuningTable, path: Path) -> None:
     Raises:
         UserError: It cannot be written.
     """
-    aside: Path | None = None
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-        aside = Path(name)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(table_text(table))
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes the file private; a table is as public as any file of the user.
-        umask = os.umask(0)
-        os.umask(umask)
-        aside.chmod(0o666 & ~umask)
-        aside.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", where=str(path)) from error
-    finally:
-        if aside is not None:
-            aside.unlink(missing_ok=True)
+    replace_file(path, lambda aside: aside.write_text(table_text(table), encoding="utf-8"))

@@ -14,6 +14,7 @@ from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.schedule import (
     DEFAULT_GRANULARITY,
     DEFAULT_MIN_TOKENS,
+    MAX_NUM_TOKENS,
     OFFSET_STEP,
     Mode,
     ModelKind,
@@ -181,6 +182,20 @@ class TuningTable(BaseModel):
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed but does nothing: weave rows that no step can reach or that never split, one line each."""
+        lines = []
+        for row in self.rows:
+            hi = row.tokens.hi
+            if row.mode == "fuse":
+                continue
+            place = f"row batch {row.batch} tokens {row.tokens}"
+            if hi is not None and hi < self.min_tokens:
+                lines.append(f"{place}: steps below min_tokens {self.min_tokens} are never split")
+            elif row.tokens.lo > MAX_NUM_TOKENS or row.batch.lo > MAX_NUM_TOKENS:
+                lines.append(f"{place}: no step is larger than {MAX_NUM_TOKENS}")
+        return tuple(lines)
+
     def lookup(self, batch: int, num_tokens: int) -> SplitPlan:
         """The plan of a step; see `schedule.plan_step`."""
         return plan_step(self, batch, num_tokens)
@@ -249,8 +264,9 @@ def _check_row(row: TableRow, path: str, granularity: int) -> None:
         raise RowError(f"{path}.tokens.hi", f"{hi} is not a multiple of the granularity {granularity}")
     if row.mode == "fuse" and row.split_offset:
         raise RowError(f"{path}.split_offset", f"{row.split_offset} on a fuse row, which never splits")
-    # At n = hi the suffix is largest: hi / 2 - offset. Where even that is empty, the row can never split.
-    limit = (MAX_COUNT if hi is None else hi) // 2
+    # At n = hi the suffix is largest: hi / 2 - offset. Where even that is empty, the row can never split. An open row
+    # ends at the largest step that can be served.
+    limit = (max(lo, MAX_NUM_TOKENS) if hi is None else hi) // 2
     if row.mode == "weave" and row.split_offset >= limit:
         raise RowError(f"{path}.split_offset", f"{row.split_offset} leaves no suffix; must be below {limit} here")
 

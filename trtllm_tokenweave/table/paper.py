@@ -132,10 +132,12 @@ def _rows(entries: list[tuple[int, PaperEntry]], target: PaperTarget, notes: lis
         if top < fuse_top:
             rows.append(launches.fuse(top + 1, fuse_top, entry))
             top = fuse_top
-        if not last and entry.split_offset >= tokens // 2:
+        # The last entry's row is open, but the authors measured it up to its own key.
+        if entry.split_offset >= tokens // 2:
             raise UserError(
                 f"{entry.split_offset} leaves no suffix; must be below {tokens // 2}",
                 where=f'{where}: "{tokens}".split_offset',
+                fix="lower the offset or remove the entry",
             )
         rows.append(launches.weave(top + 1, None if last else tokens, entry))
         top = tokens

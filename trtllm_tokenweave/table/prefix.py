@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trtllm_tokenweave.schedule import ceil_div, find_row
+from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.schedule import MAX_NUM_TOKENS, ceil_div
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -98,10 +99,15 @@ def prefix_lookup(table: TuningTable, max_batch: int, max_num_tokens: int) -> Pr
     Batch buckets that cannot be told apart up to `max_num_tokens` are joined.
 
     Raises:
-        ValueError: A size below 1.
+        UserError: A size outside of 1..`schedule.MAX_NUM_TOKENS`.
     """
-    if max_batch < 1 or max_num_tokens < 1:
-        raise ValueError(f"max_batch {max_batch} and max_num_tokens {max_num_tokens} must be at least 1")
+    for name, size in (("max_batch_size", max_batch), ("max_num_tokens", max_num_tokens)):
+        if not 1 <= size <= MAX_NUM_TOKENS:
+            raise UserError(
+                f"{size} is outside of 1..{MAX_NUM_TOKENS}",
+                where=name,
+                fix="give the size that the engine is built for",
+            )
     bounds = {row.batch.lo for row in table.rows} | {row.batch.hi + 1 for row in table.rows if row.batch.hi is not None}
     starts: list[int] = []
     rows: list[list[int]] = []
@@ -125,8 +131,12 @@ def prefix_lookup(table: TuningTable, max_batch: int, max_num_tokens: int) -> Pr
 
 def _prefix_row(table: TuningTable, batch: int, max_num_tokens: int) -> list[int]:
     values = [0]
+    # The rows of one batch size in ascending order of tokens: each is left behind once it is passed.
+    rows = sorted((row for row in table.rows if row.batch.contains(batch)), key=lambda row: -row.tokens.lo)
     for top in range(table.granularity, max_num_tokens + table.granularity, table.granularity):
-        row = find_row(table, batch, top)
+        while rows and rows[-1].tokens.hi is not None and rows[-1].tokens.hi < top:
+            rows.pop()
+        row = rows[-1] if rows and rows[-1].tokens.contains(top) else None
         if top < table.min_tokens or (row is not None and row.mode == "fuse"):
             values.append(top)
         else:
