@@ -1,0 +1,26 @@
+#include "env.h"
+
+#include <cstdlib>
+
+namespace tokenweave {
+namespace {
+
+constexpr uint32_t kDefaultTimeoutMs = 30000;
+
+std::string text(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+}  // namespace
+
+Environment environment() {
+  Environment env{text("TOKENWEAVE_BOOTSTRAP"), kDefaultTimeoutMs,
+                  text("TOKENWEAVE_MULTICAST") != "0" && text("NCCL_NVLS_ENABLE") != "0", text("IS_BUILDING") == "1"};
+  if (const auto timeout = std::strtoul(text("TOKENWEAVE_TIMEOUT_MS").c_str(), nullptr, 10); timeout > 0) {
+    env.timeout_ms = static_cast<uint32_t>(timeout);
+  }
+  return env;
+}
+
+}  // namespace tokenweave

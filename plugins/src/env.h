@@ -1,0 +1,21 @@
+// Every environment variable that the library reads.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace tokenweave {
+
+struct Environment {
+  std::string bootstrap;  ///< TOKENWEAVE_BOOTSTRAP: "/path" or "@name" of the socket where the ranks meet
+  uint32_t timeout_ms;    ///< TOKENWEAVE_TIMEOUT_MS: longest wait for another rank; 30000 when unset or not a number
+  /// False when TOKENWEAVE_MULTICAST or NCCL_NVLS_ENABLE is "0": who switched NVSwitch multicast off for NCCL means us
+  /// too.
+  bool multicast;
+  bool building;  ///< IS_BUILDING is "1": TensorRT-LLM says so while it builds an engine
+};
+
+/// Reads the environment anew: a host may change it between two groups.
+Environment environment();
+
+}  // namespace tokenweave

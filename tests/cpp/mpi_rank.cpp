@@ -1,0 +1,49 @@
+// One rank under mpirun: finds the others through MPI alone, and sees what each of them sent. Started by ctest.
+#define OMPI_SKIP_MPICXX 1  // the C interface only
+#include <mpi.h>
+
+#include <cstdio>
+#include <vector>
+
+#include "bootstrap.h"
+
+namespace {
+
+/// The group is the world in reverse order, so that group ranks and MPI ranks differ.
+int run(int world_rank, int size) {
+  tokenweave::BootstrapOptions options;
+  options.rank = size - 1 - world_rank;
+  options.size = size;
+  for (int rank = 0; rank < size; ++rank) options.mpi_ranks.push_back(size - 1 - rank);
+
+  std::unique_ptr<tokenweave::Bootstrap> bootstrap;
+  tokenweave::Status status = tokenweave::exchange_address_by_mpi(options, &options.address);
+  if (status.ok()) status = tokenweave::connect_bootstrap(options, &bootstrap);
+  std::vector<int> all;
+  if (status.ok()) status = tokenweave::all_gather(*bootstrap, "ranks", 10 * options.rank, &all);
+  if (!status.ok()) {
+    std::printf("rank %d: %s\n", options.rank, status.message.c_str());
+    return 1;
+  }
+  for (int rank = 0; rank < size; ++rank) {
+    if (all[rank] != 10 * rank) return 2;
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  tokenweave::BootstrapOptions lonely;
+  lonely.size = 2;
+  std::string address;
+  if (tokenweave::exchange_address_by_mpi(lonely, &address).code != TW_BOOTSTRAP_ERROR) return 3;  // before MPI_Init
+
+  MPI_Init(&argc, &argv);
+  int rank = 0, size = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  const int failed = run(rank, size);
+  MPI_Finalize();
+  return failed;
+}

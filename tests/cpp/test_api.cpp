@@ -1,0 +1,89 @@
+// The C interface on a machine without a GPU: every mistake is a code and a message.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include "ranks.h"
+#include "tokenweave/tokenweave.h"
+
+namespace tokenweave::test {
+namespace {
+
+TwGroupConfig config(int rank = 0, int size = 2) {
+  TwGroupConfig config{};
+  config.struct_bytes = sizeof config;
+  config.rank = rank;
+  config.size = size;
+  config.timeout_ms = 3000;
+  return config;
+}
+
+std::string creation_error(const TwGroupConfig* config, TwCode code) {
+  TwGroup* group = reinterpret_cast<TwGroup*>(1);
+  TwStatus status{};
+  EXPECT_EQ(twGroupCreate(config, &group, &status), code);
+  EXPECT_EQ(status.code, code);
+  EXPECT_EQ(group, nullptr);
+  return status.message;
+}
+
+TEST(Api, HasAVersion) { EXPECT_STREQ(twVersion(), "0.1.0"); }
+
+TEST(Api, RefusesBadConfigurations) {
+  EXPECT_EQ(creation_error(nullptr, TW_INVALID_ARGUMENT), "config is null");
+  TwGroupConfig bad = config();
+  bad.struct_bytes = 8;
+  EXPECT_NE(creation_error(&bad, TW_INVALID_ARGUMENT).find("build with the header of library 0.1.0"),
+            std::string::npos);
+  bad = config(0, 9);
+  EXPECT_EQ(creation_error(&bad, TW_INVALID_ARGUMENT), "size is 9, not 1 to 8");
+  bad = config(2, 2);
+  EXPECT_EQ(creation_error(&bad, TW_INVALID_ARGUMENT), "rank is 2, not 0 to size - 1 = 1");
+  EXPECT_EQ(twGroupCreate(&bad, nullptr, nullptr), TW_INVALID_ARGUMENT);
+}
+
+TEST(Api, RefusesNullGroups) {
+  TwStatus status{};
+  TwGroupInfo info{};
+  void* data = nullptr;
+  size_t bytes = 0;
+  const TwAllReduceRmsNorm op{};
+  EXPECT_EQ(twGroupDestroy(nullptr, &status), TW_OK);
+  EXPECT_EQ(twGroupGetInfo(nullptr, &info, &status), TW_INVALID_ARGUMENT);
+  EXPECT_EQ(twGroupTensorMemory(nullptr, 0, &data, &bytes, &status), TW_INVALID_ARGUMENT);
+  EXPECT_EQ(twGroupCheck(nullptr, &status), TW_INVALID_ARGUMENT);
+  EXPECT_EQ(twAllReduceRmsNorm(nullptr, &op, nullptr, nullptr, nullptr, &status), TW_INVALID_ARGUMENT);
+  EXPECT_STREQ(status.message, "group is null");
+}
+
+TEST(Api, RanksThatDisagreeAllGetTheError) {
+  const std::string address = fresh_address();
+  const auto texts = run_processes(2, [&](int rank) {
+    TwGroupConfig mine = config(rank);
+    mine.bootstrap = address.c_str();
+    mine.config_hash = rank;
+    return creation_error(&mine, TW_RANKS_DISAGREE);
+  });
+  for (const std::string& text : texts) {
+    EXPECT_NE(text.find("config_hash (model, dtype, tuning table or engine) is 0 on rank 0 and 1 on rank 1"),
+              std::string::npos)
+        << text;
+  }
+}
+
+TEST(Api, WithoutAGpuEveryRankGetsTheError) {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0) GTEST_SKIP() << "this machine has a GPU";
+  TwGroupConfig loopback = config();
+  loopback.loopback = 1;
+  EXPECT_NE(creation_error(&loopback, TW_CUDA_ERROR).find("failed"), std::string::npos);
+  const std::string address = fresh_address();
+  const auto texts = run_processes(2, [&](int rank) {
+    TwGroupConfig mine = config(rank);
+    mine.bootstrap = address.c_str();
+    return creation_error(&mine, TW_CUDA_ERROR);
+  });
+  for (const std::string& text : texts) EXPECT_EQ(text.find("rank 0: cudaGetDevice failed"), 0u) << text;
+}
+
+}  // namespace
+}  // namespace tokenweave::test

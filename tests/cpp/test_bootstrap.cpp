@@ -1,0 +1,197 @@
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/mman.h>
+
+#include <cstdlib>
+
+#include "bootstrap.h"
+#include "env.h"
+#include "group.h"
+#include "ranks.h"
+
+namespace tokenweave::test {
+namespace {
+
+BootstrapOptions options(int rank, int size, const std::string& address, int timeout_ms = 5000) {
+  return {rank, size, std::chrono::milliseconds(timeout_ms), address, {}};
+}
+
+/// A rank that connects and then runs `body`; the text is the error of whatever failed first, or what `body` returned.
+std::string connected(const BootstrapOptions& how, const std::function<std::string(Bootstrap&)>& body) {
+  std::unique_ptr<Bootstrap> bootstrap;
+  const Status status = connect_bootstrap(how, &bootstrap);
+  return status.ok() ? body(*bootstrap) : status.message;
+}
+
+std::string gathered_squares(Bootstrap& bootstrap) {
+  std::string text;
+  for (int round = 0; round < 3; ++round) {
+    std::vector<int> all;
+    const Status status = all_gather(bootstrap, "squares", bootstrap.rank() * bootstrap.rank() + round, &all);
+    if (!status.ok()) return status.message;
+    for (const int value : all) text += std::to_string(value) + " ";
+  }
+  return text;
+}
+
+TEST(Bootstrap, GathersAmongProcessesByFileAndByName) {
+  const std::string file = ::testing::TempDir() + "tokenweave-" + std::to_string(getpid());
+  for (const std::string& address : {file, fresh_address()}) {
+    const auto texts =
+        run_processes(4, [&](int rank) { return connected(options(rank, 4, address), gathered_squares); });
+    for (const std::string& text : texts) EXPECT_EQ(text, "0 1 4 9 1 2 5 10 2 3 6 11 ");
+  }
+  EXPECT_NE(access(file.c_str(), F_OK), 0) << "the socket file stays behind";
+}
+
+TEST(Bootstrap, ReplacesTheSocketFileOfADeadProcess) {
+  const std::string file = ::testing::TempDir() + "tokenweave-stale-" + std::to_string(getpid());
+  run_processes(1, [&](int) { return connected(options(0, 2, file, 50), gathered_squares); });
+  EXPECT_EQ(access(file.c_str(), F_OK), 0);
+  const auto texts = run_processes(2, [&](int rank) { return connected(options(rank, 2, file), gathered_squares); });
+  for (const std::string& text : texts) EXPECT_EQ(text, "0 1 1 2 2 3 ");
+}
+
+TEST(Bootstrap, PassesDescriptorsOfTheRanksThatHaveOne) {
+  const std::string address = fresh_address();
+  const auto texts = run_processes(3, [&](int rank) {
+    return connected(options(rank, 3, address), [&](Bootstrap& bootstrap) -> std::string {
+      UniqueFd mine;
+      if (rank != 1) {
+        mine = UniqueFd(memfd_create("fd", 0));
+        if (write(mine.get(), &rank, sizeof rank) != sizeof rank) return "write";
+      }
+      std::vector<UniqueFd> all;
+      if (const Status status = bootstrap.share_fds("files", mine.get(), &all); !status.ok()) return status.message;
+      std::string text;
+      for (const UniqueFd& fd : all) {
+        int owner = -1;
+        if (fd && pread(fd.get(), &owner, sizeof owner, 0) != sizeof owner) return "read";
+        text += std::to_string(owner) + " ";
+      }
+      return text;
+    });
+  });
+  EXPECT_EQ(texts, (std::vector<std::string>{"-1 -1 2 ", "0 -1 2 ", "0 -1 -1 "}));
+}
+
+TEST(Bootstrap, NamesTheRankThatDoesNotCome) {
+  const std::string address = fresh_address();
+  const auto texts = run_processes(
+      3, [&](int rank) { return rank == 2 ? "absent" : connected(options(rank, 3, address, 300), gathered_squares); });
+  for (int rank = 0; rank < 2; ++rank) EXPECT_NE(texts[rank].find("missing rank 2"), std::string::npos) << texts[rank];
+}
+
+TEST(Bootstrap, SaysThatRankZeroIsMissing) {
+  const std::string text = connected(options(1, 2, fresh_address(), 100), gathered_squares);
+  EXPECT_NE(text.find("rank 0 does not listen"), std::string::npos) << text;
+}
+
+TEST(Bootstrap, AKilledRankIsAnErrorOnAllOthers) {
+  for (const int victim : {0, 2}) {
+    const std::string address = fresh_address();
+    const auto texts = run_processes(3, [&](int rank) {
+      return connected(options(rank, 3, address, 2000), [&](Bootstrap& bootstrap) {
+        const std::string first = gathered_squares(bootstrap);
+        if (rank == victim) raise(SIGKILL);
+        return gathered_squares(bootstrap);
+      });
+    });
+    for (int rank = 0; rank < 3; ++rank) {
+      if (rank == victim) continue;
+      EXPECT_NE(texts[rank].find("rank " + std::to_string(victim)), std::string::npos) << texts[rank];
+    }
+  }
+}
+
+TEST(Bootstrap, RanksOfDifferentGroupSizesAllGetTheError) {
+  const std::string address = fresh_address();
+  const auto texts = run_processes(
+      2, [&](int rank) { return connected(options(rank, rank == 0 ? 2 : 3, address, 1000), gathered_squares); });
+  for (const std::string& text : texts) EXPECT_NE(text.find("was started with size 3"), std::string::npos) << text;
+}
+
+TEST(Bootstrap, TwoProcessesWithOneRankAllGetTheError) {
+  const std::string address = fresh_address();
+  const auto texts = run_processes(
+      3, [&](int rank) { return connected(options(rank == 2 ? 1 : rank, 3, address, 1000), gathered_squares); });
+  for (const std::string& text : texts)
+    EXPECT_NE(text.find("two processes say that they are rank 1"), std::string::npos) << text;
+}
+
+TEST(Bootstrap, RefusesAddressesThatAreNoSocketNames) {
+  for (const std::string& address : {std::string(), std::string("host:1"), "/" + std::string(200, 'x')}) {
+    const std::string text = connected(options(0, 2, address), gathered_squares);
+    EXPECT_NE(text.find("is not '/path' or '@name'"), std::string::npos) << text;
+  }
+}
+
+TEST(Bootstrap, WithoutMpiItSaysHowToFindTheOthers) {
+  std::string address;
+  const Status status = exchange_address_by_mpi(options(0, 2, ""), &address);
+  EXPECT_EQ(status.code, TW_BOOTSTRAP_ERROR);
+  EXPECT_NE(status.message.find("TOKENWEAVE_BOOTSTRAP is not set"), std::string::npos);
+}
+
+TEST(Agree, GivesTheFirstFailingRanksErrorToAll) {
+  const std::string address = fresh_address();
+  const auto texts = run_processes(3, [&](int rank) {
+    return connected(options(rank, 3, address), [&](Bootstrap& bootstrap) {
+      return agree(bootstrap, "step", rank == 0 ? Status{} : error(TW_CUDA_ERROR, "no " + std::to_string(rank)))
+          .message;
+    });
+  });
+  for (const std::string& text : texts) EXPECT_EQ(text, "rank 1: no 1");
+}
+
+TEST(CompareConfigurations, NamesTheFieldAndTheRankOnEveryRank) {
+  struct Case {
+    std::function<void(TwGroupConfig*)> change;
+    const char* field;
+  };
+  const std::vector<Case> cases{
+      {[](TwGroupConfig* c) { c->config_hash = 8; }, "config_hash"},
+      {[](TwGroupConfig* c) { c->staging_bytes = 256; }, "staging_bytes is 0 on rank 0 and 256"},
+      {[](TwGroupConfig* c) { c->allow_multicast = 1; }, "allow_multicast"}};
+  for (const Case& differing : cases) {
+    const std::string address = fresh_address();
+    const auto texts = run_processes(3, [&](int rank) {
+      return connected(options(rank, 3, address), [&](Bootstrap& bootstrap) {
+        TwGroupConfig config{};
+        config.size = 3;
+        config.config_hash = 7;
+        if (rank == 2) differing.change(&config);
+        return compare_configurations(bootstrap, config).message;
+      });
+    });
+    for (const std::string& text : texts) {
+      EXPECT_NE(text.find(differing.field), std::string::npos) << text;
+      EXPECT_NE(text.find("on rank 2"), std::string::npos) << text;
+    }
+  }
+}
+
+TEST(Environment, ReadsItsVariables) {
+  for (const char* name :
+       {"TOKENWEAVE_BOOTSTRAP", "TOKENWEAVE_TIMEOUT_MS", "TOKENWEAVE_MULTICAST", "NCCL_NVLS_ENABLE"}) {
+    unsetenv(name);
+  }
+  EXPECT_EQ(environment().bootstrap, "");
+  EXPECT_EQ(environment().timeout_ms, 30000u);
+  EXPECT_TRUE(environment().multicast);
+  setenv("TOKENWEAVE_BOOTSTRAP", "@x", 1);
+  setenv("TOKENWEAVE_TIMEOUT_MS", "70", 1);
+  EXPECT_EQ(environment().bootstrap, "@x");
+  EXPECT_EQ(environment().timeout_ms, 70u);
+  setenv("TOKENWEAVE_TIMEOUT_MS", "soon", 1);
+  EXPECT_EQ(environment().timeout_ms, 30000u);
+  setenv("NCCL_NVLS_ENABLE", "0", 1);
+  EXPECT_FALSE(environment().multicast);
+  unsetenv("NCCL_NVLS_ENABLE");
+  setenv("TOKENWEAVE_MULTICAST", "0", 1);
+  EXPECT_FALSE(environment().multicast);
+  for (const char* name : {"TOKENWEAVE_BOOTSTRAP", "TOKENWEAVE_TIMEOUT_MS", "TOKENWEAVE_MULTICAST"}) unsetenv(name);
+}
+
+}  // namespace
+}  // namespace tokenweave::test
