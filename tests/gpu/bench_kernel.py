@@ -1,0 +1,261 @@
+"""AllReduceRmsNorm on two GPUs against its peers: python3 tests/gpu/bench_kernel.py --out results.json
+
+Every candidate is verified before it is timed. Times are medians of device events of the slower rank, in microseconds;
+the ranks are aligned before each run, all work is queued ahead, buffers rotate, candidates change places each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("NCCL_SYM_CTAS", "64")
+
+import torch
+import torch.distributed as dist
+
+from gpu import bench_peers as peers
+from gpu.library import ROOT, Call, Group, LaunchConfig, RankTensors, library
+from gpu.processes import run_ranks
+from gpu.timing import Aligner, Operation, over_ranks, time_all
+
+CTAS = (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 132)
+EPS = 1e-5
+BYTES = 3 << 30  # of symmetric memory
+PEER_BYTES = 512 << 20  # of inputs, for a peer
+DTYPE = torch.bfloat16
+
+
+@dataclass
+class Bench:
+    """What one rank holds while it measures."""
+
+    group: Group
+    align: Aligner
+    hidden: int
+    with_peers: bool
+    call: Call
+    norm: peers.AddNorm
+    unfused: dict[str, peers.NcclWindow | peers.TorchTwoShot]
+    flashinfer: peers.Flashinfer | None
+
+    def sets(self, tokens: int) -> tuple[list[RankTensors], list[tuple[int, int]]]:
+        """Input and normed in symmetric memory, as many as fit; and their offsets there."""
+        shape, size = (tokens, self.hidden), tokens * self.hidden * DTYPE.itemsize
+        count = max(2, min(64, BYTES // (2 * size), (2 << 30) // size))
+        rows = -(-tokens // self.group.size)
+        made, offsets = [], []
+        for k in range(count):
+            offsets.append((2 * k * size, (2 * k + 1) * size))
+            source, normed = (self.group.tensor(self.group.rank, shape, DTYPE, at) for at in offsets[-1])
+            source.normal_()
+            residual = torch.randn(rows, self.hidden, device=source.device).to(DTYPE)
+            made.append(RankTensors(source, residual, normed, torch.empty_like(residual)))
+        return made, offsets
+
+    def measure(self, tokens: int) -> dict[str, Any]:
+        """One row of the results and the sweep behind it."""
+        sets, offsets = self.sets(tokens)
+        operations: dict[str, Operation] = {}
+        for ctas in CTAS:
+            if ctas <= 2 * max(8, -(-tokens // 2)):
+                operations[f"fused@{ctas}"] = self.fused(sets, LaunchConfig(ctas=ctas))
+        operations["default"] = self.fused(sets, LaunchConfig())
+        staged = [RankTensors(t.input.clone(), t.residual, torch.empty_like(t.input), t.residual_out) for t in sets[:8]]
+        operations["staged@16"] = self.fused(staged, LaunchConfig(ctas=16))
+        operations["staged"] = self.fused(staged, LaunchConfig())
+        operations["floor"] = peers.floor(self.group, [(t.input, t.normed) for t in sets], offsets)
+        others = self.candidates(sets) if self.with_peers else {}
+        for name, peer in others.items():
+            self.verify(peer, name)
+            operations[name] = peer.run
+        for name, operation in operations.items():
+            if name != "floor" and name not in others:
+                over = staged if name.startswith("staged") else sets
+                self.verify(peers.Peer(operation, over, gathers_residual=False), name)
+        whole = peers.whole(sets[:8], [t.input for t in sets[:8]])
+        norm_only = [self.norm.prepare(t.input, t) for t in whole]
+        operations["norm"] = lambda i: norm_only[i % len(norm_only)]()
+        times = time_all(operations, lambda _: self.align(), 30 if tokens <= 2048 else 15)
+        best = min(CTAS, key=lambda ctas: times.get(f"fused@{ctas}", float("inf")))
+        return {
+            "num_tokens": tokens,
+            "hidden": self.hidden,
+            "dtype": "bfloat16",
+            "ctas": best,
+            "fused_us": times[f"fused@{best}"],
+            "nccl_norm_us": times.get("nccl+norm"),
+            "peers": {name: times[name] for name in others},
+            "floor_us": times["floor"],
+            "default_us": times["default"],
+            "staged_us": times["staged"],
+            "staged_16_ctas_us": times["staged@16"],
+            "norm_us": times["norm"],
+            "sweep": {str(ctas): times[f"fused@{ctas}"] for ctas in CTAS if f"fused@{ctas}" in times},
+        }
+
+    def fused(self, sets: list[RankTensors], launch: LaunchConfig) -> Operation:
+        """The kernel over these tensors."""
+        queues = [self.group.prepare(self.call, [t], launch) for t in sets]
+        return lambda i: queues[i % len(queues)]()
+
+    def candidates(self, sets: list[RankTensors]) -> dict[str, peers.Peer]:
+        """All peers over problems like those of `sets`."""
+        few = sets[: max(2, min(16, PEER_BYTES // (sets[0].input.numel() * DTYPE.itemsize)))]
+        plain = peers.whole(few, [torch.randn_like(t.input) for t in few])
+        found = {"nccl+norm": peers.nccl(plain, self.norm)}
+        for name, unfused in self.unfused.items():
+            found[name] = unfused.peer(few, self.norm)
+        if self.flashinfer is not None:
+            again = peers.whole(few, [t.input for t in plain])
+            found["flashinfer_one_shot"] = self.flashinfer.peer(again, self.call, one_shot=True)
+            found["flashinfer_two_shot"] = self.flashinfer.peer(again, self.call, one_shot=False)
+        return found
+
+    def verify(self, peer: peers.Peer, name: str) -> None:
+        """One run on fresh data against fp32: a wrong collective is often a fast one."""
+        t = peer.sets[0]
+        t.input.normal_()
+        residual = t.residual.float()
+        if not peer.gathers_residual:
+            residual = self.gathered(t.residual)[: t.input.shape[0]].float()
+        else:
+            dist.broadcast(t.residual, 0)
+            residual = t.residual.float()
+        want = residual + sum(x.float() for x in self.gathered(t.input).view(self.group.size, *t.input.shape))
+        want = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + EPS) * self.call.weight.float()
+        t.normed.fill_(float("nan"))
+        torch.cuda.synchronize()
+        dist.barrier()
+        peer.run(0)
+        torch.cuda.synchronize()
+        self.group.check()
+        error = over_ranks(float((t.normed.float() - want).norm() / want.norm()))
+        if not error < 5e-3:
+            raise AssertionError(f"{name}: relative error {error} at {tuple(t.input.shape)}")
+
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All ranks' tensors, one after the other."""
+        out = torch.empty(
+            self.group.size * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device
+        )
+        dist.all_gather_into_tensor(out, tensor.contiguous())
+        return out
+
+
+AnyPeer = TypeVar("AnyPeer")
+
+
+def optional(make: Callable[[int], AnyPeer], num_bytes: int) -> AnyPeer | None:
+    """A peer, or None with the reason on the terminal where this torch or NCCL does not have it."""
+    try:
+        return make(num_bytes)
+    except (RuntimeError, AttributeError, TypeError) as exception:
+        print(f"no {make}: {str(exception).splitlines()[0]}", flush=True)
+        return None
+
+
+def body(rank: int, address: str) -> list[dict[str, Any]]:
+    """One rank of the benchmark."""
+    arguments = parse_arguments()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517", RANK=str(rank), WORLD_SIZE="2")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=2, device_id=torch.device("cuda", rank))
+    rows = []
+    for hidden in arguments.hidden:
+        max_bytes = max(arguments.tokens) * hidden * 2
+        group = Group(
+            2, rank=rank, device=rank, bootstrap=address.encode(), tensor_bytes=BYTES, staging_bytes=max_bytes
+        )
+        weight = (1 + 0.1 * torch.randn(hidden, generator=torch.Generator().manual_seed(0))).to(DTYPE).cuda()
+        call = Call(weight, None, EPS)
+        flashinfer = None
+        if (ROOT / "build/flashinfer_peer.so").exists():
+            flashinfer = peers.Flashinfer(rank, address + "-flashinfer", max_bytes)
+        norm = peers.AddNorm(call)
+        num_bytes = max(PEER_BYTES, 2 * max_bytes)
+        unfused = {
+            "nccl_window+norm": optional(peers.NcclWindow, num_bytes),
+            "torch_two_shot+norm": optional(peers.TorchTwoShot, num_bytes),
+        }
+        there = {name: peer for name, peer in unfused.items() if peer is not None}
+        bench = Bench(group, Aligner(group), hidden, not arguments.no_peers, call, norm, there, flashinfer)
+        for tokens in arguments.tokens:
+            rows.append(bench.measure(tokens))
+            torch.cuda.empty_cache()
+            if rank == 0:
+                print(json.dumps(rows[-1]), flush=True)
+        group.close()
+    return rows
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    gpus = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {
+        "gpus": gpus.stdout.strip().splitlines(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "library": library().twVersion().decode(),
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_SYMM"))},
+    }
+
+
+def command() -> str:
+    """How this program was started, without the folder of the output."""
+    arguments = [Path(argument).name if argument.startswith("/") else argument for argument in sys.argv]
+    return " ".join(["python3", *arguments])
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[8192])
+    sizes = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+    parser.add_argument("--tokens", type=int, nargs="+", default=sizes)
+    parser.add_argument("--no-peers", action="store_true", help="time the kernel and its floor only")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measures, prints and writes."""
+    arguments = parse_arguments()
+    rows = run_ranks(body, timeout=560)[0]
+    result = {
+        "what": "AllReduceRmsNorm on two GPUs, us: medians of device events, the slower rank, aligned before each run",
+        "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
+        "command": command(),
+        "machine": machine(),
+        "rows": rows,
+    }
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{'tokens':>7} {'floor':>7} {'fused':>7} @ctas {'16':>7} {'8':>7} {'staged':>7} best peer")
+    for row in rows:
+        name = min(row["peers"], key=row["peers"].get, default="none")
+        sweep = row["sweep"]
+        print(
+            f"{row['num_tokens']:>7} {row['floor_us']:>7} {row['fused_us']:>7} {row['ctas']:>5} "
+            f"{sweep.get('16', 0):>7} {sweep.get('8', 0):>7} {row['staged_us']:>7} {row['peers'].get(name, '')} {name}"
+        )
+
+
+if __name__ == "__main__":
+    main()

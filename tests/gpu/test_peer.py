@@ -1,0 +1,163 @@
+"""Two GPUs over peer memory, one process each."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+from gpu.library import CP_ASYNC, PEER, RANKS_DISAGREE, SOFT_MULTICAST, TIMEOUT, Group, LibraryError
+from gpu.oracle import Problem, Shape, exact_problem, random_problem
+from gpu.processes import run_ranks
+from gpu.runs import Variant, launch, place, run_and_check
+
+MEGABYTE = 1 << 20
+STRESS_ITERATIONS = int(os.environ.get("TOKENWEAVE_STRESS", "100000"))
+TIMEOUT_MS = 1500
+
+
+def make_group(rank: int, address: str, **fields: int) -> Group:
+    torch.cuda.set_device(rank)
+    sizes = {"tensor_bytes": 900 * MEGABYTE, "staging_bytes": 600 * MEGABYTE, "timeout_ms": 20000} | fields
+    return Group(2, rank=rank, device=rank, bootstrap=address.encode(), allow_multicast=0, **sizes)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Equal for equal bytes, and for hardly anything else."""
+    words = tensor.contiguous().view(torch.uint8).view(torch.int32).long()
+    return int((words * (torch.arange(words.numel(), device=words.device).view(words.shape) % 1000003 + 1)).sum())
+
+
+def correctness(rank: int, address: str) -> list[int]:
+    group = make_group(rank, address)
+    device = torch.device("cuda", rank)
+    sums = []
+    variants = [
+        Variant(),
+        Variant(in_place=False, residual_sharded=False, gather_residual=True),
+        Variant(symmetric=False, in_place=False, ctas=16),
+        Variant(symmetric=False, gather_residual=True),
+        Variant(loader=CP_ASYNC, gather_residual=True),
+        Variant(fabric=SOFT_MULTICAST, ctas=8),
+    ]
+    sizes = [(1, 8), (3, 576), (64, 8192), (257, 5120), (1000, 4096), (19, 16384), (2048, 8192)]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for variant in variants:
+            for seed, (tokens, hidden) in enumerate(sizes):
+                shape = Shape(2, tokens, hidden, dtype)
+                with_bias = seed % 2 == 1
+                run_and_check(group, exact_problem(shape, device, seed, with_bias=with_bias), variant, exact=True)
+                run_and_check(group, random_problem(shape, device, seed, with_bias=with_bias), variant, exact=False)
+    for hidden in (8192, 16384):
+        problem = random_problem(Shape(2, 8192, hidden, torch.bfloat16), device, 5, with_bias=False)
+        tensors = [place(group, rank, problem, Variant(fabric=PEER))]
+        torch.cuda.synchronize()
+        launch(group, problem, Variant(fabric=PEER), tensors)
+        torch.cuda.synchronize()
+        sums.append(checksum(tensors[0].normed))
+    group.close()
+    return sums
+
+
+def stress(rank: int, address: str) -> int:
+    """Iterations whose inputs change and whose ranks stall at random; returns how many gave a wrong value."""
+    group = make_group(rank, address)
+    device = torch.device("cuda", rank)
+    stalls = random.Random(rank)
+    shared = random.Random(99)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    cases = []
+    for tokens, variant in (
+        (64, Variant(in_place=False, ctas=16)),
+        (333, Variant(in_place=False, ctas=32)),
+        (7, Variant(symmetric=False, in_place=False, ctas=3)),
+        (129, Variant(loader=CP_ASYNC, in_place=False, ctas=20)),
+        (200, Variant(symmetric=False, in_place=False, ctas=8)),
+    ):
+        for seed in range(3):
+            problem = exact_problem(Shape(2, tokens, 2048, torch.bfloat16), device, seed, with_bias=False)
+            total = problem.inputs.double().sum(0) + problem.residual.double()
+            normed = (total.sign() * problem.weight.double()).to(torch.bfloat16)
+            cases.append((problem, variant, normed, total[problem.shard(rank)].to(torch.bfloat16)))
+    placed = [place(group, rank, problem, variant) for problem, variant, _, _ in cases]
+    for iteration in range(STRESS_ITERATIONS):
+        chosen = shared.randrange(len(cases))
+        problem, variant, normed, residual = cases[chosen]
+        tensors = placed[chosen]
+        # The three problems of a size share their symmetric memory: stale data would show.
+        tensors.input.copy_(problem.inputs[rank])
+        if stalls.random() < 0.02:
+            torch.cuda._sleep(stalls.randrange(1, 200000))
+        launch(group, problem, variant, [tensors])
+        wrong += (tensors.normed != normed).any()
+        wrong += (tensors.residual_out[: residual.shape[0]] != residual).any()
+        if iteration % 500 == 0:
+            torch.cuda.synchronize()
+            group.check()
+    torch.cuda.synchronize()
+    group.check()
+    result = int(wrong)
+    group.close()
+    return result
+
+
+def expect_fault(group: Group, problem: Problem, code: int, words: str) -> float:
+    """Queues a call that cannot end; returns the seconds until the group said so."""
+    tensors = [place(group, group.rank, problem, Variant(in_place=False))]
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    launch(group, problem, Variant(in_place=False), tensors)
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - start
+    for attempt in (group.check, lambda: launch(group, problem, Variant(in_place=False), tensors)):
+        with pytest.raises(LibraryError, match=words) as caught:
+            attempt()
+        assert caught.value.code == code
+    assert bool(torch.isnan(tensors[0].normed).all()), "the output was not poisoned"
+    assert bool(torch.isnan(tensors[0].residual_out).all()), "the residual was not poisoned"
+    return seconds
+
+
+def killed(rank: int, address: str) -> float:
+    group = make_group(rank, address, timeout_ms=TIMEOUT_MS)
+    problem = exact_problem(Shape(2, 512, 4096, torch.bfloat16), torch.device("cuda", rank), 0, with_bias=False)
+    for _ in range(10):
+        run_and_check(group, problem, Variant(in_place=False), exact=True)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seconds = expect_fault(group, problem, TIMEOUT, "rank 0 with rank 1 at the start of a call")
+    with pytest.raises(LibraryError, match="rank 1"):
+        group.close()
+    return seconds
+
+
+def disagreement(rank: int, address: str) -> float:
+    group = make_group(rank, address, timeout_ms=TIMEOUT_MS)
+    device = torch.device("cuda", rank)
+    problem = exact_problem(Shape(2, 512 + rank, 4096, torch.bfloat16), device, 0, with_bias=False)
+    seconds = expect_fault(group, problem, RANKS_DISAGREE, f"rank {rank} with rank {1 - rank} at the start of a call")
+    group.close()
+    return seconds
+
+
+def test_values() -> None:
+    first, second = run_ranks(correctness)
+    assert first == second, "the ranks hold different results"
+
+
+def test_stalled_ranks_give_no_wrong_value() -> None:
+    assert run_ranks(stress, timeout=400) == [0, 0]
+
+
+def test_a_killed_rank_is_a_timeout_on_the_other() -> None:
+    seconds, died = run_ranks(killed)
+    assert died is None
+    assert TIMEOUT_MS / 1000 * 0.9 < seconds < TIMEOUT_MS / 1000 + 1
+
+
+def test_ranks_that_make_different_calls_both_learn_it() -> None:
+    assert all(seconds < 1 for seconds in run_ranks(disagreement))
