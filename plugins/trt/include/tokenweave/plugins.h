@@ -1,0 +1,43 @@
+/// C interface of the TensorRT plugin library, beside the two functions that TensorRT itself looks for (getCreators and
+/// setLoggerFinder). It follows the rules of tokenweave.h; any thread may call it at any time.
+#pragma once
+
+#include "tokenweave/tokenweave.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/// What the plugins of this process queued since it started, or since twPluginResetCounters. CUDA graph replays run no
+/// plugin: a graph counts once, when it is captured.
+typedef struct TwPluginCounters {
+  size_t struct_bytes;        ///< sizeof(TwPluginCounters) of the caller
+  uint64_t overlapped;        ///< collectives put on the communication stream, beside the other half's compute
+  uint64_t captured;          ///< how many of these were recorded into a CUDA graph
+  uint64_t in_line;           ///< collectives put on the caller's stream, because the step has no other half
+  uint64_t empty;             ///< halves without tokens
+  uint64_t joins;             ///< StreamJoins that made the caller's stream wait
+  uint64_t staged;            ///< collectives with a tensor outside symmetric memory: copied on their way
+  uint64_t alias_copies;      ///< outputs that TensorRT did not alias to their input: copied
+  uint64_t unkept_inputs;     ///< tensors of a collective that its join does not keep alive: results may be wrong
+  uint64_t fabric_fallbacks;  ///< collectives whose table asks for multimem, run over peer pointers
+  uint64_t refused_steps;     ///< steps that began while another context's step was under way
+  uint64_t unfinished_steps;  ///< steps that ended before their last join, because something failed
+  uint64_t while_building;    ///< calls of plugins in a build, which do nothing
+} TwPluginCounters;
+
+TW_API TwCode twPluginGetCounters(TwPluginCounters* counters, TwStatus* status);
+TW_API void twPluginResetCounters(void);
+
+/// The newest error of any plugin: its code, and its message in `*status`. TW_OK and an empty message: none so far.
+TW_API TwCode twPluginLastError(TwStatus* status);
+
+/// Collective. Symmetric memory of at least `bytes` for the engine that runs on `device`, to be an execution context's
+/// device memory (createExecutionContext with kUSER_MANAGED, then setDeviceMemoryV2): collectives then skip the copies
+/// through staging memory, as far as the ranks' tensors lie at equal offsets. Call it after the contexts were created
+/// and before the first step. It stays valid until the last of these contexts is destroyed.
+TW_API TwCode twPluginTensorMemory(int32_t device, uint64_t bytes, void** data, TwStatus* status);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif

@@ -1,0 +1,78 @@
+// What both plugins share: identity, capabilities, and no exception past TensorRT's interface.
+#pragma once
+
+#include <NvInferRuntime.h>
+#include <cuda_runtime_api.h>
+
+#include <exception>
+#include <string>
+
+#include "log.h"
+#include "status.h"
+
+namespace tokenweave::trt {
+
+inline constexpr const char* kNamespace = "tokenweave";
+inline constexpr const char* kVersion = "1";
+
+enum class Half : int32_t { kPrefix = 0, kSuffix = 1, kWhole = 2 };
+
+inline const char* name_of(Half half) {
+  return half == Half::kPrefix ? "prefix" : half == Half::kSuffix ? "suffix" : "whole";
+}
+
+/// Runs `body`, which returns a Status, and reports what goes wrong as `where`'s error.
+template <typename Body>
+bool succeeds(const char* where, Body body) noexcept {
+  try {
+    const Status status = body();
+    if (!status.ok()) log_error(where, status);
+    return status.ok();
+  } catch (const std::bad_alloc&) {
+    log_error(where, {TW_OUT_OF_MEMORY, {}});
+  } catch (const std::exception& exception) {
+    log_error(where, {TW_INTERNAL, exception.what()});
+  } catch (...) {
+    log_error(where, {TW_INTERNAL, {}});
+  }
+  return false;
+}
+
+/// Whether a plugin created in this phase must not touch the GPU or other ranks: TensorRT may run plugins while it
+/// builds, and no other rank takes part in that.
+bool is_building(nvinfer1::TensorRTPhase phase);
+
+class Plugin : public nvinfer1::IPluginV3,
+               public nvinfer1::IPluginV3OneCore,
+               public nvinfer1::IPluginV3OneBuildV2,
+               public nvinfer1::IPluginV3OneRuntime {
+ public:
+  nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept final;
+  const char* getPluginVersion() const noexcept final { return kVersion; }
+  const char* getPluginNamespace() const noexcept final { return kNamespace; }
+  const char* getMetadataString() noexcept final { return where_.c_str(); }
+
+ protected:
+  /// `where` names the layer in messages, for example "AllReduceRmsNorm site 3 suffix".
+  Plugin(std::string where, nvinfer1::TensorRTPhase phase) : where_(std::move(where)), building_(is_building(phase)) {}
+
+  bool building() const { return building_; }
+  /// For enqueue: true in a build, where it does nothing; counts it.
+  bool inert() const;
+
+  /// 0 when `body` succeeds, as TensorRT's interface has it.
+  template <typename Body>
+  int32_t run(Body body) const noexcept {
+    return succeeds(where_.c_str(), body) ? 0 : 1;
+  }
+
+ private:
+  std::string where_;
+  bool building_;
+};
+
+/// Copies outputs that TensorRT did not alias to the input of the same index, and counts them.
+Status copy_unaliased(const nvinfer1::PluginTensorDesc* descs, const void* const* inputs, void* const* outputs,
+                      int32_t count, cudaStream_t stream);
+
+}  // namespace tokenweave::trt

@@ -1,0 +1,112 @@
+// Which launch configuration a step gets from the table in its engine.
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "layers.h"
+
+namespace tokenweave::test {
+namespace {
+
+using nlohmann::json;
+
+const json& document(const std::string& name) {
+  static const json all = json::parse(std::ifstream(TOKENWEAVE_TABLE_VECTORS));
+  for (const json& table : all["tables"]) {
+    if (table["name"] == name) return table;
+  }
+  throw std::out_of_range(name);
+}
+
+std::vector<uint8_t> packed(const std::string& name) {
+  const std::string hex = document(name)["packed_hex"];
+  std::vector<uint8_t> bytes;
+  for (size_t i = 0; i < hex.size(); i += 2)
+    bytes.push_back(static_cast<uint8_t>(std::stoi(hex.substr(i, 2), nullptr, 16)));
+  return bytes;
+}
+
+/// Eight ranks, as the tables "batches" and "paper" are for; one site that is not split.
+FieldList fields(const std::string& table, int32_t kind = 0) {
+  FieldList result = start_fields().set("group", {0, 1, 2, 3, 4, 5, 6, 7}).set("half", 2).set("kind", kind);
+  return result.set("hidden", 8192).flag("side_stream", 0).bytes("table", packed(table));
+}
+
+class Launch : public PluginTest {};
+
+TEST_F(Launch, IsTheRowsOfTheStep) {
+  for (const int32_t kind : {0, 1}) {
+    Start start{fields("batches", kind)};
+    ASSERT_EQ(start.change_shape(), 0);
+    for (const json& step : document("batches")["cases"]) {
+      const int64_t tokens = step["num_tokens"], batch = step["batch"];
+      if (tokens == 0) continue;
+      SCOPED_TRACE(step);
+      ASSERT_EQ(start.run({tokens, tokens, batch}), 0);
+      const json& expected = step[kind == 0 ? "attention" : "mlp"];
+      EXPECT_EQ(gpu().launch.ctas, expected["ctas"]);
+      EXPECT_EQ(gpu().launch.threads, expected["threads"]);
+      EXPECT_EQ(gpu().launch.fabric == TW_FABRIC_PEER, expected["fabric"] == "peer");
+      EXPECT_EQ(gpu().launch.struct_bytes, sizeof(TwLaunchConfig));
+    }
+  }
+}
+
+TEST_F(Launch, LooksTheWholeStepUp) {
+  // A half of 100 of 1100 tokens: the row is that of 1100.
+  Start half{fields("batches").set("half", 0).flag("side_stream", 1)};
+  ASSERT_EQ(half.change_shape(), 0);
+  EXPECT_EQ(half.run({100, 1100, 4}), 0);
+  EXPECT_EQ(gpu().launch.ctas, 16);
+  EXPECT_EQ(gpu().launch.fabric, TW_FABRIC_PEER);
+  EXPECT_EQ(gpu().launch.cluster_size, 2);
+  EXPECT_EQ(gpu().launch.loader, TW_LOADER_AUTO);
+}
+
+TEST_F(Launch, FallsBackFromMultimemOnEveryRank) {
+  Start start{fields("batches")};
+  ASSERT_EQ(start.change_shape(), 0);
+  EXPECT_EQ(start.run({100, 100, 1}), 0);
+  EXPECT_EQ(counters().fabric_fallbacks, 0u);
+
+  gpu().fabric = TW_FABRIC_PEER;
+  Start without{fields("batches").set("max_step_tokens", 100)};
+  ASSERT_EQ(without.change_shape(), 0);
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(without.run({100, 100, 1}) + without.run({100, 100, 1}), 0);
+  EXPECT_EQ(
+      testing::internal::GetCapturedStderr(),
+      "[TokenWeave] the tuning table asks for multimem, which this group lacks (switched off): peer pointers serve "
+      "instead. Fix: tune on this machine\n");
+  EXPECT_EQ(gpu().launch.fabric, TW_FABRIC_AUTO);
+  EXPECT_EQ(counters().fabric_fallbacks, 2u);
+}
+
+TEST_F(Launch, TheTableIsPartOfTheEngine) {
+  const Start one{fields("batches")}, same{fields("batches")}, other{fields("paper")};
+  EXPECT_EQ(gpu().streams, 2);
+}
+
+TEST_F(Launch, HasDefaultsWithoutATable) {
+  Start start{fields("batches").remove("table")};
+  ASSERT_EQ(start.change_shape(), 0);
+  EXPECT_EQ(start.run({100, 100, 1}), 0);
+  EXPECT_EQ(gpu().launch.fabric, TW_FABRIC_AUTO);
+  EXPECT_EQ(gpu().launch.ctas, 16);
+  EXPECT_EQ(gpu().launch.threads, 1024);
+}
+
+TEST_F(Launch, RefusesTheTableOfAnotherShape) {
+  const auto refusal = [](const FieldList& bad) {
+    EXPECT_EQ(create("AllReduceRmsNorm", bad), nullptr);
+    return std::string(last_error().message);
+  };
+  EXPECT_NE(refusal(fields("batches").set("group", {0, 1})).find("is for 8 ranks, the group has 2"), std::string::npos);
+  EXPECT_NE(refusal(fields("batches").set("type_id", 1)).find("is for another dtype"), std::string::npos);
+  EXPECT_NE(refusal(fields("batches").set("hidden", 4096)).find("is for hidden size 8192, this layer has 4096"),
+            std::string::npos);
+  const FieldList loopback = fields("fine").set("group", {0, 1, 2}).set("type_id", 0).set("hidden", 576);
+  EXPECT_NE(refusal(loopback).find("asks for the loopback fabric"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace tokenweave::test
