@@ -20,6 +20,7 @@ STAMP="$VENV/.tokenweave-stamp"
 # Exists while packages are being installed: a set-up that was cut short is started afresh.
 UNFINISHED="$VENV/.tokenweave-unfinished"
 MPI_LACK=""
+CPP_LACK=""
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -101,6 +102,23 @@ ensure_mpi() {
     export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none
     export OMPI_MCA_btl_vader_single_copy_mechanism=none PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
     return 0
+}
+
+# What the C++ library and its tests are built with, besides the SDK that fetch_sdk finds or fetches. Called by
+# build_scripts/test only; says in CPP_LACK why they cannot be built.
+ensure_cpp() {
+    local needed=() missing=()
+    command -v g++ >/dev/null || needed+=(g++)
+    [[ -e /usr/include/gtest/gtest.h ]] || needed+=(libgtest-dev)
+    [[ -e /usr/include/nlohmann/json.hpp ]] || needed+=(nlohmann-json3-dev)
+    ((${#needed[@]})) || return 0
+    if may_apt && step "${needed[*]} (apt-get)" apt_install "${needed[@]}"; then
+        return 0
+    fi
+    command -v g++ >/dev/null || missing+=(g++)
+    [[ -e /usr/include/gtest/gtest.h ]] || missing+=(libgtest-dev)
+    ((${#missing[@]})) || return 0
+    CPP_LACK="not installed: ${missing[*]} (sudo apt-get install ${needed[*]})"
 }
 
 # Where and of what the environment is made: another value means that it has to be made anew.
