@@ -208,7 +208,11 @@ def test_all_checks_run_and_the_last_lines_sum_up(clone: Clone) -> None:
     assert "-m pytest tests/null -n " in done.stdout
     assert "-k two words\n" in done.stdout
     summary = done.stdout.split("== summary")[1].splitlines()
-    assert [re.sub(r"  +(\d+ s$)?", " ", line).strip() for line in summary[1:-1]] == [
+    lines = [re.sub(r"  +(\d+ s$)?", " ", line).strip() for line in summary[1:-1]]
+    # What a machine lacks for C++ depends on the machine; the clone's has no compiler at least.
+    (cpp,) = [line for line in lines if line.startswith("C++ ")]
+    assert cpp.startswith("C++ skipped: not installed: g++")
+    assert [line for line in lines if line != cpp] == [
         "ruff check passed",
         "ruff format passed",
         "mypy FAILED (exit 1)",
