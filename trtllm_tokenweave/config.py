@@ -48,6 +48,11 @@ TENSORRT_ROOT = Variable(
     "Folder of a TensorRT SDK, with include/ and lib/: looked at before the system's libraries.",
     "the tensorrt Python package, then the system's libraries",
 )
+LIBRARY = Variable(
+    "TOKENWEAVE_LIBRARY",
+    "Path of libtokenweave.so, the CUDA library.",
+    "build/plugins/libtokenweave.so of the source tree",
+)
 OMPI_RANK = Variable("OMPI_COMM_WORLD_RANK", "Set by Open MPI's mpirun: rank of this process.", "not under Open MPI")
 OMPI_SIZE = Variable("OMPI_COMM_WORLD_SIZE", "Set by Open MPI's mpirun: number of ranks.", "not under Open MPI")
 PMI_RANK = Variable("PMI_RANK", "Set by MPICH's and Intel MPI's mpirun: rank of this process.", "not under MPICH")
@@ -58,6 +63,7 @@ VARIABLES: tuple[Variable, ...] = (
     CUDA_HOME,
     CUDA_PATH,
     TENSORRT_ROOT,
+    LIBRARY,
     OMPI_RANK,
     OMPI_SIZE,
     PMI_RANK,
@@ -87,12 +93,14 @@ class Environment:
         debug: Print tracebacks (`DEBUG`).
         cuda_home: Folder of the CUDA toolkit (`CUDA_HOME`, `CUDA_PATH`), or None.
         tensorrt_root: Folder of a TensorRT SDK (`TENSORRT_ROOT`), or None.
+        library: The CUDA library (`LIBRARY`), or None.
         launcher: Rank and size given by mpirun, or None outside of it. Known without loading MPI.
     """
 
     debug: bool = False
     cuda_home: Path | None = None
     tensorrt_root: Path | None = None
+    library: Path | None = None
     launcher: Launcher | None = None
 
 
@@ -110,6 +118,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         debug=_flag(values, DEBUG),
         cuda_home=_path(values, CUDA_HOME) or _path(values, CUDA_PATH),
         tensorrt_root=_path(values, TENSORRT_ROOT),
+        library=_path(values, LIBRARY),
         launcher=_launcher(values, OMPI_RANK, OMPI_SIZE) or _launcher(values, PMI_RANK, PMI_SIZE),
     )
 
@@ -169,6 +178,16 @@ def limit_blas_threads() -> None:
     """Set `BLAS_THREADS` in this process where the user has not; works only before numpy is imported."""
     for name, value in BLAS_THREADS.items():
         os.environ.setdefault(name, value)
+
+
+def prepare_benchmark() -> dict[str, str]:
+    """Let NCCL's symmetric kernels use enough CTAs (where the user has not set it), before NCCL starts.
+
+    Returns:
+        The variables of NCCL and of torch's symmetric memory that are set: results depend on them.
+    """
+    os.environ.setdefault("NCCL_SYM_CTAS", "64")
+    return {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_SYMM"))}
 
 
 def mpi_environment() -> dict[str, str]:

@@ -9,7 +9,9 @@ try:
 except ImportError:
     GPUS = 0
 
-collect_ignore = [name for name, needed in (("test_loopback.py", 1), ("test_peer.py", 2)) if needed > GPUS]
+collect_ignore = [
+    name for name, needed in (("test_loopback.py", 1), ("test_peer.py", 2), ("test_torch_op.py", 2)) if needed > GPUS
+]
 
 
 def pytest_report_header() -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu.library import Call
+from trtllm_tokenweave.native import Call
 
 MANTISSA_BITS = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 SMALLEST_EXPONENT = {torch.float32: -126, torch.float16: -14, torch.bfloat16: -126}

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu.library import AUTO, PEER, SOFT_MULTICAST, Group, LaunchConfig, RankTensors
 from gpu.oracle import Problem, check_normed, check_residual
+from trtllm_tokenweave.native import AUTO, PEER, SOFT_MULTICAST, Group, LaunchConfig, RankTensors
 
 
 @dataclass(frozen=True)

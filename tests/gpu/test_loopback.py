@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gpu.library import (
+from gpu.oracle import Shape, exact_problem, random_problem
+from gpu.runs import Variant, launch, place, run_and_check
+from trtllm_tokenweave.native import (
     CP_ASYNC,
     INVALID_ARGUMENT,
     MULTIMEM,
@@ -23,8 +25,6 @@ from gpu.library import (
     LibraryError,
     RankTensors,
 )
-from gpu.oracle import Shape, exact_problem, random_problem
-from gpu.runs import Variant, launch, place, run_and_check
 
 DEVICE = torch.device("cuda", 0)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

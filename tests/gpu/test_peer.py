@@ -10,10 +10,10 @@ import time
 import pytest
 import torch
 
-from gpu.library import CP_ASYNC, PEER, RANKS_DISAGREE, SOFT_MULTICAST, TIMEOUT, Group, LibraryError
 from gpu.oracle import Problem, Shape, exact_problem, random_problem
-from gpu.processes import run_ranks
 from gpu.runs import Variant, launch, place, run_and_check
+from trtllm_tokenweave.bench.processes import run_ranks
+from trtllm_tokenweave.native import CP_ASYNC, PEER, RANKS_DISAGREE, SOFT_MULTICAST, TIMEOUT, Group, LibraryError
 
 MEGABYTE = 1 << 20
 STRESS_ITERATIONS = int(os.environ.get("TOKENWEAVE_STRESS", "100000"))

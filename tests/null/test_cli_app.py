@@ -52,7 +52,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert {command.name for command in cli.COMMANDS} == {"demo", "inspect", "plan", "table", "doctor"}
+    assert {command.name for command in cli.COMMANDS} == {"demo", "inspect", "plan", "table", "bench", "doctor"}
     assert all(f"│ {command.name} " in out for command in cli.COMMANDS)
 
 
@@ -72,7 +72,7 @@ def test_each_command_has_help_and_json(name: str, capsys: pytest.CaptureFixture
     assert cli.main([name, "--help"]) == 0
     out = capsys.readouterr().out
     assert name in out
-    if name != "table":
+    if name not in ("table", "bench"):
         assert "--json" in out
 
 

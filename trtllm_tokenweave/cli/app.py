@@ -77,6 +77,12 @@ COMMANDS: tuple[Command, ...] = (
         "Show, compare, join, check and convert tuning tables.",
     ),
     Command(
+        "bench",
+        "trtllm_tokenweave.cli.bench",
+        "app",
+        "Measure the fused kernel on this machine's GPUs against its peers; redraw plots.",
+    ),
+    Command(
         "doctor",
         "trtllm_tokenweave.cli.doctor",
         "doctor",

@@ -1,5 +1,5 @@
 // TensorRT-LLM's fused AllReduce + residual + RMSNorm as FlashInfer ports it, for the benchmark. Built by
-// tests/gpu/build_flashinfer_peer from the headers of the package flashinfer-python; no part of the library.
+// build_scripts/build_flashinfer_peer from the headers of the package flashinfer-python; no part of the library.
 #include <cuda_bf16.h>
 
 #include "flashinfer/comm/trtllm_allreduce_fusion.cuh"

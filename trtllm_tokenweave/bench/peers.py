@@ -10,8 +10,8 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from gpu.library import ROOT, Call, Group, RankTensors
-from gpu.timing import Operation
+from trtllm_tokenweave.bench.timing import Operation
+from trtllm_tokenweave.native import ROOT, Call, Group, RankTensors
 
 Finish = Callable[[torch.Tensor, RankTensors], None]
 

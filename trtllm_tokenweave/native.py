@@ -1,9 +1,8 @@
-"""The C interface of libtokenweave.so for tests, over torch tensors."""
+"""The CUDA library's C interface (plugins/include/tokenweave/tokenweave.h), over torch tensors."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
 from dataclasses import dataclass
@@ -13,7 +12,10 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from trtllm_tokenweave.config import read_environment
+from trtllm_tokenweave.errors import TokenWeaveError, UserError
+
+ROOT = Path(__file__).resolve().parents[1]
 MESSAGE_BYTES = 512
 AUTO, PEER, MULTIMEM, SOFT_MULTICAST = -1, 0, 1, 2
 CP_ASYNC, BULK = 0, 1
@@ -23,10 +25,14 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 7}
 
 
 class Status(ctypes.Structure):
+    """TwStatus."""
+
     _fields_ = (("code", c_int32), ("message", c_char * MESSAGE_BYTES))
 
 
 class GroupConfig(ctypes.Structure):
+    """TwGroupConfig."""
+
     _fields_ = (
         ("struct_bytes", c_size_t),
         ("rank", c_int32),
@@ -45,10 +51,14 @@ class GroupConfig(ctypes.Structure):
 
 
 class Tensors(ctypes.Structure):
+    """TwAllReduceRmsNormTensors."""
+
     _fields_ = (("input", c_void_p), ("residual", c_void_p), ("normed", c_void_p), ("residual_out", c_void_p))
 
 
 class Op(ctypes.Structure):
+    """TwAllReduceRmsNorm."""
+
     _fields_ = (
         ("struct_bytes", c_size_t),
         ("dtype", c_int32),
@@ -63,6 +73,8 @@ class Op(ctypes.Structure):
 
 
 class Launch(ctypes.Structure):
+    """TwLaunchConfig."""
+
     _fields_ = (
         ("struct_bytes", c_size_t),
         ("fabric", c_int32),
@@ -74,7 +86,7 @@ class Launch(ctypes.Structure):
     )
 
 
-class LibraryError(Exception):
+class LibraryError(TokenWeaveError):
     """A C function's code and message."""
 
     def __init__(self, status: Status) -> None:
@@ -84,9 +96,17 @@ class LibraryError(Exception):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library that TOKENWEAVE_LIBRARY names, else the one in build/."""
-    path = os.environ.get("TOKENWEAVE_LIBRARY", str(ROOT / "build/plugins/libtokenweave.so"))
-    lib = ctypes.CDLL(path)
+    """The library that TOKENWEAVE_LIBRARY names, else the one in the source tree's build folder.
+
+    Raises:
+        UserError: when there is none, or it cannot be loaded.
+    """
+    path = read_environment().library or ROOT / "build/plugins/libtokenweave.so"
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:
+        fix = "build it (plugins/README.md) or set TOKENWEAVE_LIBRARY"
+        raise UserError(f"cannot be loaded: {error}", where=str(path), fix=fix) from None
     lib.twVersion.restype = c_char_p
     return lib
 

@@ -1,4 +1,4 @@
-"""AllReduceRmsNorm on two GPUs against its peers: python3 tests/gpu/bench_kernel.py --out results.json
+"""AllReduceRmsNorm on two GPUs against its peers: `trtllm-tokenweave bench kernel`.
 
 Every candidate is verified before it is timed. Times are medians of device events of the slower rank, in microseconds;
 the ranks are aligned before each run, all work is queued ahead, buffers rotate, candidates change places each round.
@@ -6,33 +6,39 @@ the ranks are aligned before each run, all work is queued ahead, buffers rotate,
 
 from __future__ import annotations
 
-import argparse
 import datetime as dt
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ.setdefault("NCCL_SYM_CTAS", "64")
 
 import torch
 import torch.distributed as dist
 
-from gpu import bench_peers as peers
-from gpu.library import ROOT, Call, Group, LaunchConfig, RankTensors, library
-from gpu.processes import run_ranks
-from gpu.timing import Aligner, Operation, over_ranks, time_all
+from trtllm_tokenweave.bench import peers
+from trtllm_tokenweave.bench.processes import run_ranks
+from trtllm_tokenweave.bench.timing import Aligner, Operation, over_ranks, time_all
+from trtllm_tokenweave.config import prepare_benchmark
+from trtllm_tokenweave.native import ROOT, Call, Group, LaunchConfig, RankTensors, library
 
 CTAS = (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 132)
 EPS = 1e-5
 BYTES = 3 << 30  # of symmetric memory
 PEER_BYTES = 512 << 20  # of inputs, for a peer
 DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class KernelBench:
+    """What to measure: hidden sizes, token counts, and whether the peers take part."""
+
+    hidden: tuple[int, ...] = (8192,)
+    tokens: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+    peers: bool = True
 
 
 @dataclass
@@ -164,12 +170,17 @@ def optional(make: Callable[[int], AnyPeer], num_bytes: int) -> AnyPeer | None:
         return None
 
 
-def body(rank: int, address: str) -> list[dict[str, Any]]:
+def body(rank: int, address: str, arguments: KernelBench) -> list[dict[str, Any]]:
     """One rank of the benchmark."""
-    arguments = parse_arguments()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517", RANK=str(rank), WORLD_SIZE="2")
+    prepare_benchmark()
     torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=2, device_id=torch.device("cuda", rank))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        init_method="tcp://127.0.0.1:29517",
+        rank=rank,
+        world_size=2,
+        device_id=torch.device("cuda", rank),
+    )
     rows = []
     for hidden in arguments.hidden:
         max_bytes = max(arguments.tokens) * hidden * 2
@@ -188,7 +199,7 @@ def body(rank: int, address: str) -> list[dict[str, Any]]:
             "torch_two_shot+norm": optional(peers.TorchTwoShot, num_bytes),
         }
         there = {name: peer for name, peer in unfused.items() if peer is not None}
-        bench = Bench(group, Aligner(group), hidden, not arguments.no_peers, call, norm, there, flashinfer)
+        bench = Bench(group, Aligner(group), hidden, arguments.peers, call, norm, there, flashinfer)
         for tokens in arguments.tokens:
             rows.append(bench.measure(tokens))
             torch.cuda.empty_cache()
@@ -212,50 +223,23 @@ def machine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "library": library().twVersion().decode(),
-        "environment": {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_SYMM"))},
+        "environment": prepare_benchmark(),
     }
 
 
 def command() -> str:
     """How this program was started, without the folder of the output."""
-    arguments = [Path(argument).name if argument.startswith("/") else argument for argument in sys.argv]
-    return " ".join(["python3", *arguments])
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return " ".join(["trtllm-tokenweave", *words])
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--hidden", type=int, nargs="+", default=[8192])
-    sizes = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
-    parser.add_argument("--tokens", type=int, nargs="+", default=sizes)
-    parser.add_argument("--no-peers", action="store_true", help="time the kernel and its floor only")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Measures, prints and writes."""
-    arguments = parse_arguments()
-    rows = run_ranks(body, timeout=560)[0]
-    result = {
+def measure_kernel(arguments: KernelBench) -> dict[str, Any]:
+    """Measure on two GPUs of this machine, one process each; returns the JSON document."""
+    rows = run_ranks(partial(body, arguments=arguments), timeout=560)[0]
+    return {
         "what": "AllReduceRmsNorm on two GPUs, us: medians of device events, the slower rank, aligned before each run",
         "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
         "command": command(),
         "machine": machine(),
         "rows": rows,
     }
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{'tokens':>7} {'floor':>7} {'fused':>7} @ctas {'16':>7} {'8':>7} {'staged':>7} best peer")
-    for row in rows:
-        name = min(row["peers"], key=row["peers"].get, default="none")
-        sweep = row["sweep"]
-        print(
-            f"{row['num_tokens']:>7} {row['floor_us']:>7} {row['fused_us']:>7} {row['ctas']:>5} "
-            f"{sweep.get('16', 0):>7} {sweep.get('8', 0):>7} {row['staged_us']:>7} {row['peers'].get(name, '')} {name}"
-        )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""A GEMM beside the collective of the other half, on two GPUs: python3 tests/gpu/bench_overlap.py --out results.json
+"""A GEMM beside the collective of the other half, on two GPUs: `trtllm-tokenweave bench overlap`.
 
 One step of a woven layer: the collective runs on a side stream while the main stream multiplies; then both join. Times
 are microseconds a step, of the slower rank, over chains of steps.
@@ -6,26 +6,19 @@ are microseconds a step, of the slower rank, over chains of steps.
 
 from __future__ import annotations
 
-import argparse
 import datetime as dt
-import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
 
-from gpu.bench_kernel import EPS, command, machine
-from gpu.library import Call, Group, LaunchConfig, RankTensors
-from gpu.processes import run_ranks
-from gpu.timing import Aligner, over_ranks
+from trtllm_tokenweave.bench.kernel import EPS, command, machine
+from trtllm_tokenweave.bench.processes import run_ranks
+from trtllm_tokenweave.bench.timing import Aligner, over_ranks
+from trtllm_tokenweave.native import Call, Group, LaunchConfig, RankTensors
 
 M, K, N = 2048, 8192, 14336
 HIDDEN = 8192
@@ -147,9 +140,8 @@ class Overlap:
 
 def body(rank: int, address: str) -> dict[str, Any]:
     """One rank of the benchmark."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29519", RANK=str(rank), WORLD_SIZE="2")
     torch.cuda.set_device(rank)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29519", rank=rank, world_size=2)
     group = Group(
         2, rank=rank, device=rank, bootstrap=address.encode(), tensor_bytes=4 * M * HIDDEN, staging_bytes=1 << 20
     )
@@ -160,13 +152,10 @@ def body(rank: int, address: str) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    """Measures, prints and writes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+def measure_overlap() -> dict[str, Any]:
+    """Measure on two GPUs of this machine, one process each; returns the JSON document."""
     measured = run_ranks(body, timeout=200)[0]
-    result = {
+    return {
         "what": f"GEMM {M}x{K}x{N} beside AllReduceRmsNorm of {M} tokens, hidden {HIDDEN}, bf16; us a step",
         "method": f"chains of {STEPS} steps, median of {REPEATS}, {GAP_SECONDS} s between; eager: the GEMM waits for "
         "the launch-completion event of the collective; graph and plain_fork: it does not",
@@ -175,13 +164,3 @@ def main() -> None:
         "machine": machine(),
         **measured,
     }
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print("gemm", measured["gemm_us"], "again", measured["gemm_again_us"])
-    for row in measured["rows"]:
-        print(row)
-
-
-if __name__ == "__main__":
-    main()

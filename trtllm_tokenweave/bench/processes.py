@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import traceback
@@ -10,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Body = Callable[[int, str], Any]
+_counter = itertools.count()
 
 
 def _enter(body: Body, rank: int, address: str, results: Connection) -> None:
@@ -25,7 +27,7 @@ def run_ranks(body: Body, *, size: int = 2, timeout: float = 180.0) -> list[Any]
     Raises AssertionError with the trace of the first rank that raised, or with the ranks that did not end in time.
     """
     context = multiprocessing.get_context("spawn")
-    address = f"@tokenweave-gpu-test-{os.getpid()}-{body.__name__}"
+    address = f"@tokenweave-{os.getpid()}-{next(_counter)}"
     ranks = []
     for rank in range(size):
         receiver, sender = context.Pipe(duplex=False)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from gpu.library import Call, Group, LaunchConfig, RankTensors
+from trtllm_tokenweave.native import Call, Group, LaunchConfig, RankTensors
 
 Operation = Callable[[int], None]
 SLEEP_CYCLES = 12_000_000  # the GPU waits about 6 ms, so that all work is queued before the first of it runs
@@ -25,6 +25,7 @@ class Aligner:
         self._queue = group.prepare(Call(weight), [RankTensors(x, x, x.clone(), x.clone())], LaunchConfig(ctas=1))
 
     def __call__(self) -> None:
+        """Queue the tiny all-reduce."""
         self._queue()
 
 

@@ -1,0 +1,95 @@
+"""Redraw the benchmark's plots from their JSON, and the tables of the documentation (pure, no GPU)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_STYLE: Mapping[str, tuple[str, str]] = {
+    "fused (ours, best CTAs)": ("#2f6db5", "-"),
+    "NCCL, then norm": ("#d9772b", "-"),
+    "best peer": ("#8a3ea8", "-"),
+    "floor: pull + push, all SMs": ("#5f6b7a", "--"),
+}
+
+
+def kernel_rows(document: Mapping[str, Any], hidden: int) -> list[dict[str, Any]]:
+    """Rows of one hidden size, by token count, each with its best peer."""
+    rows = [dict(row) for row in document["rows"] if row["hidden"] == hidden]
+    for row in rows:
+        row["best_peer"] = min(row["peers"], key=row["peers"].get)
+        row["best_peer_us"] = row["peers"][row["best_peer"]]
+    return sorted(rows, key=lambda row: int(row["num_tokens"]))
+
+
+def kernel_markdown(document: Mapping[str, Any], hidden: int) -> str:
+    """The kernel's figures as a Markdown table; every number is the JSON's, or a ratio of two of them."""
+    rows = kernel_rows(document, hidden)
+    lines: list[tuple[str, Sequence[str]]] = [
+        ("tokens", [str(r["num_tokens"]) for r in rows]),
+        ("fused, us", [f"{r['fused_us']:.1f}" for r in rows]),
+        ("at CTAs", [str(r["ctas"]) for r in rows]),
+        ("NCCL + norm / fused", [f"{r['nccl_norm_us'] / r['fused_us']:.2f}" for r in rows]),
+        ("best peer / fused", [f"{r['best_peer_us'] / r['fused_us']:.2f}" for r in rows]),
+        ("fused / floor", [f"{r['fused_us'] / r['floor_us']:.2f}" for r in rows]),
+        ("16 CTAs / best", [f"{r['sweep']['16'] / r['fused_us']:.2f}" for r in rows]),
+        ("8 CTAs / best", [f"{r['sweep']['8'] / r['fused_us']:.2f}" for r in rows]),
+        ("staged, us", [f"{r['staged_us']:.1f}" for r in rows]),
+    ]
+    head, *body = lines
+    table = [f"| {head[0]} | {' | '.join(head[1])} |", "|---" * (len(rows) + 1) + "|"]
+    return "\n".join(table + [f"| {name} | {' | '.join(cells)} |" for name, cells in body]) + "\n"
+
+
+def overlap_markdown(document: Mapping[str, Any]) -> str:
+    """The overlap's figures as a Markdown table."""
+    rows = [row for row in document["rows"] if row["ctas"] <= 16]
+    lines = [
+        ("CTAs of the collective", [str(r["ctas"]) for r in rows]),
+        ("eager, us", [f"{r['eager_us']:.0f}" for r in rows]),
+        ("CUDA graph, us", [f"{r['graph_us']:.0f}" for r in rows]),
+        ("one after the other, us", [f"{r['sequence_us']:.0f}" for r in rows]),
+        ("eager / GEMM alone", [f"{r['eager_us'] / document['gemm_us']:.3f}" for r in rows]),
+    ]
+    head, *body = lines
+    table = [f"| {head[0]} | {' | '.join(head[1])} |", "|---" * (len(rows) + 1) + "|"]
+    return "\n".join(table + [f"| {name} | {' | '.join(cells)} |" for name, cells in body]) + "\n"
+
+
+def draw_kernel(document: Mapping[str, Any], hidden: int) -> dict[str, bytes]:
+    """Time over the floor by token count: {"png": ..., "svg": ...}."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    rows = kernel_rows(document, hidden)
+    tokens = [row["num_tokens"] for row in rows]
+    floor = [row["floor_us"] for row in rows]
+    curves = {
+        "fused (ours, best CTAs)": [row["fused_us"] for row in rows],
+        "NCCL, then norm": [row["nccl_norm_us"] for row in rows],
+        "best peer": [row["best_peer_us"] for row in rows],
+        "floor: pull + push, all SMs": floor,
+    }
+    with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": "tokenweave", "font.family": "DejaVu Sans"}):
+        figure = Figure(figsize=(8, 4.5), facecolor="white", layout="constrained")
+        axes = figure.add_subplot()
+        for name, values in curves.items():
+            color, line = _STYLE[name]
+            axes.plot(tokens, [v / f for v, f in zip(values, floor, strict=True)], line, color=color, label=name, lw=2)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(tokens, [str(t) for t in tokens])
+        axes.set_ylim(0.9, None)
+        axes.set_xlabel(f"tokens (hidden {hidden}, bf16, two GPUs)")
+        axes.set_ylabel("time over the floor")
+        axes.set_title("AllReduce + residual add + RMSNorm", loc="left", fontweight="bold")
+        machine = document["machine"]
+        axes.text(
+            1, 1.02, f"{machine['gpus'][0]}, {document['date']}", transform=axes.transAxes, ha="right", fontsize=8
+        )
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+        png, svg = io.BytesIO(), io.BytesIO()
+        figure.savefig(png, format="png", dpi=130)
+        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    return {"png": png.getvalue(), "svg": svg.getvalue()}

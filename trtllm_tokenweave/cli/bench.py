@@ -1,0 +1,112 @@
+"""`trtllm-tokenweave bench`: measure the kernel on the GPUs of this machine, and redraw plots from results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trtllm_tokenweave.atomic import check_target, replace_file
+from trtllm_tokenweave.errors import UserError
+
+app = typer.Typer(no_args_is_help=True, help="Measure on the GPUs of this machine; redraw plots.")
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"{text!r} is no list of numbers", where=option, fix="separate them by commas") from None
+    if any(n < 1 for n in found):
+        raise UserError("a number is below 1", where=option)
+    return found
+
+
+def _need_two_gpus() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise UserError("PyTorch is not installed", where="bench", fix="pip install 'trtllm-tokenweave[torch]'")
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        raise UserError(f"this machine has {torch.cuda.device_count()} GPUs, two are needed", where="bench")
+
+
+def _finish(document: Mapping[str, Any], output: Path | None, as_json: bool) -> None:
+    text = json.dumps(document, indent=1) + "\n"
+    if output is not None:
+        replace_file(output, lambda aside: aside.write_text(text))
+    if as_json or output is None:
+        print(text, end="")
+    else:
+        print(f"wrote {output}")
+
+
+def _write_bytes(data: bytes, path: Path) -> None:
+    path.write_bytes(data)
+
+
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the JSON here.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON document.")]
+
+
+@app.command()
+def kernel(
+    hidden: Annotated[str, typer.Option(help="Hidden sizes.")] = "8192",
+    tokens: Annotated[str, typer.Option(help="Token counts.")] = "64,128,256,512,1024,2048,4096,8192,16384",
+    peers: Annotated[bool, typer.Option(help="Time NCCL, PyTorch and FlashInfer beside it.")] = True,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time AllReduceRmsNorm on two GPUs against its peers and the link's floor; each is verified first."""
+    sizes, counts = _numbers(hidden, "--hidden"), _numbers(tokens, "--tokens")
+    if output is not None:
+        check_target(output)
+    _need_two_gpus()
+    from trtllm_tokenweave.bench.kernel import KernelBench, measure_kernel
+
+    _finish(measure_kernel(KernelBench(sizes, counts, peers)), output, as_json)
+
+
+@app.command()
+def overlap(output: Output = None, as_json: AsJson = False) -> None:
+    """Time a GEMM beside the collective of the other half, by CTA count, eager and in a CUDA graph."""
+    if output is not None:
+        check_target(output)
+    _need_two_gpus()
+    from trtllm_tokenweave.bench.overlap import measure_overlap
+
+    _finish(measure_overlap(), output, as_json)
+
+
+@app.command()
+def plot(
+    result: Annotated[Path, typer.Argument(help="JSON of `bench kernel`.")],
+    hidden: Annotated[int, typer.Option(help="Hidden size to draw.")] = 8192,
+    as_json: AsJson = False,
+) -> None:
+    """Redraw the plots of a result beside it (PNG and SVG)."""
+    from trtllm_tokenweave.bench.plots import draw_kernel, kernel_rows
+
+    try:
+        document = json.loads(result.read_text())
+        rows = kernel_rows(document, hidden)
+        drawn = draw_kernel(document, hidden) if rows else {}
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=str(result)) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"is no result of bench kernel ({type(error).__name__}: {error})", where=str(result)) from None
+    if not drawn:
+        raise UserError(f"has no rows of hidden size {hidden}", where=str(result))
+    written = []
+    for kind, data in drawn.items():
+        written.append(replace_file(result.with_suffix(f".{kind}"), partial(_write_bytes, data)))
+    if as_json:
+        print(json.dumps({"written": [str(path) for path in written]}))
+    else:
+        for path in written:
+            print(f"wrote {path}")
