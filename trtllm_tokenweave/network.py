@@ -16,6 +16,7 @@ import numpy as np
 from trtllm_tokenweave import recorder
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.recorder.plugin import Fields, PluginKey
+from trtllm_tokenweave.topology import producers_first
 from trtllm_tokenweave.trt import layer_kind
 
 
@@ -69,6 +70,7 @@ class Graph:
         self.tensors: dict[str, Any] = {}
         self.producer: dict[str, Node] = {}
         self.readers: dict[str, list[tuple[Node, int]]] = {}
+        self._constants: dict[str, bool] = {}
         for i in range(network.num_inputs):
             self._own(network.get_input(i))
         self.inputs = list(self.tensors)
@@ -150,34 +152,13 @@ class Graph:
         Raises:
             UserError: when they form a cycle.
         """
-        import heapq
-
         nodes = self.live if nodes is None else nodes
-        waiting = {n: sum(1 for t in n.inputs if t is not None and self.producer.get(t) in nodes) for n in nodes}
-        ready = [n.index for n, count in waiting.items() if count == 0]
-        heapq.heapify(ready)
-        out: list[Node] = []
-        while ready:
-            node = self.nodes[heapq.heappop(ready)]
-            out.append(node)
-            for name in node.outputs:
-                for reader, _ in self.readers[name]:
-                    if reader in waiting:
-                        waiting[reader] -= 1
-                        if waiting[reader] == 0:
-                            heapq.heappush(ready, reader.index)
-        if len(out) != len(nodes):
-            stuck = next(n for n in nodes if n not in set(out))
-            raise UserError("the layers form a cycle", where=f"layer {stuck.name}")
-        return out
-
-    @cached_property
-    def _constant(self) -> dict[str, bool]:
-        return {}
+        producers = {n: {self.producer[t] for t in n.inputs if t is not None and t in self.producer} for n in nodes}
+        return producers_first({n: found & nodes for n, found in producers.items()})
 
     def is_constant(self, name: str) -> bool:
         """Whether a tensor depends on constants only (TensorRT folds it while building)."""
-        known = self._constant
+        known = self._constants
         todo = [name]
         while todo:
             current = todo[-1]

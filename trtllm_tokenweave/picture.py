@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
@@ -65,7 +66,7 @@ class Picture:
     """One drawing in two formats.
 
     Attributes:
-        png: PNG file, 160 dots an inch.
+        png: PNG file.
         svg: SVG file; its text is drawn as paths, so that it needs no fonts.
         caption: What the picture shows, for people who cannot see it.
     """
@@ -110,14 +111,12 @@ def draw_schedule(
             lane.
     """
     _check(boxes, edges)
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     span = max(box.end for box in boxes) - min(box.start for box in boxes)
     inner = min(max(span / min(box.duration for box in boxes) * _MIN_BOX, _MIN_WIDTH), _MAX_WIDTH)
     width = inner + _MARGIN_LEFT + _MARGIN_RIGHT
-    # Text as paths and a fixed salt: the same schedule gives the same file everywhere.
-    with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": "tokenweave", "font.family": "DejaVu Sans"}):
+    with drawing_style():
         figure = Figure(figsize=(width, _HEIGHT), facecolor="white")
         axes = figure.add_axes((_MARGIN_LEFT / width, 0.12, inner / width, 0.66))
         first = min(box.start for box in boxes)
@@ -132,10 +131,22 @@ def draw_schedule(
         for edge in edges:
             _draw_edge(axes, boxes[edge.src], boxes[edge.dst], edge.kind, unit)
         _draw_frame(figure, title, {box.half for box in boxes}, {edge.kind for edge in edges})
-        png, svg = io.BytesIO(), io.BytesIO()
-        figure.savefig(png, format="png", dpi=160)
-        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-    return Picture(png.getvalue(), svg.getvalue(), _caption(boxes, edges))
+        return save_figure(figure, _caption(boxes, edges))
+
+
+def drawing_style() -> AbstractContextManager[None]:
+    """Matplotlib's settings: text as paths and a fixed salt, so that the same figure is the same file everywhere."""
+    import matplotlib as mpl
+
+    return mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": "tokenweave", "font.family": "DejaVu Sans"})
+
+
+def save_figure(figure: Figure, caption: str, dpi: int = 160) -> Picture:
+    """Both formats of a figure; to be called inside the :func:`drawing_style` that it was drawn in."""
+    png, svg = io.BytesIO(), io.BytesIO()
+    figure.savefig(png, format="png", dpi=dpi)
+    figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    return Picture(png.getvalue(), svg.getvalue(), caption)
 
 
 def _check(boxes: Sequence[ScheduleBox], edges: Sequence[ScheduleEdge]) -> None:

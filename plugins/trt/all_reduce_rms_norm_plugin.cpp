@@ -28,19 +28,7 @@ int64_t first_dim(const nvinfer1::Dims& dims) { return dims.nbDims > 0 ? dims.d[
 }  // namespace
 
 AllReduceRmsNormPlugin::AllReduceRmsNormPlugin(Fields fields, nvinfer1::TensorRTPhase phase)
-    : Plugin(layer_name(fields), phase), fields_(std::move(fields)) {}
-
-AllReduceRmsNormPlugin::AllReduceRmsNormPlugin(const AllReduceRmsNormPlugin& other)
-    : Plugin(other), fields_(other.fields_), side_stream_(other.side_stream_) {}
-
-nvinfer1::IPluginV3* AllReduceRmsNormPlugin::clone() noexcept {
-  std::unique_ptr<AllReduceRmsNormPlugin> copy;
-  run([&]() -> Status {
-    copy = std::make_unique<AllReduceRmsNormPlugin>(*this);
-    return {};
-  });
-  return copy.release();
-}
+    : PluginWithFields(layer_name(fields), std::move(fields), phase) {}
 
 Status AllReduceRmsNormPlugin::check_counts(int32_t inputs, int32_t outputs) const {
   if (inputs == num_inputs() && outputs == kNumOutputs) return {};
@@ -124,17 +112,6 @@ int32_t AllReduceRmsNormPlugin::configurePlugin(const DynamicPluginTensorDesc* i
     fields_.max_step_tokens = std::max(fields_.max_step_tokens, static_cast<int32_t>(tokens));
     return {};
   });
-}
-
-const nvinfer1::PluginFieldCollection* AllReduceRmsNormPlugin::getFieldsToSerialize() noexcept {
-  const nvinfer1::PluginFieldCollection* values = nullptr;
-  run([&]() -> Status {
-    serialized_ = std::make_unique<FieldWriter>();
-    fields_.visit(*serialized_, nvinfer1::TensorRTPhase::kRUNTIME);
-    values = serialized_->values();
-    return {};
-  });
-  return values;
 }
 
 nvinfer1::IPluginV3* AllReduceRmsNormPlugin::attachToContext(nvinfer1::IPluginResourceContext*) noexcept {

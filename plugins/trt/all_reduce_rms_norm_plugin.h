@@ -14,16 +14,11 @@ namespace tokenweave::trt {
 /// Outputs: normed [m, hidden], residual_out [ceil(m / tp), hidden] or [m, hidden], chain INT32 [1].
 /// Only the shapes of the two references are read. The chain orders the collectives; its value is never written or
 /// read.
-class AllReduceRmsNormPlugin final : public Plugin {
+class AllReduceRmsNormPlugin final : public PluginWithFields<AllReduceRmsNormPlugin, AllReduceRmsNormFields> {
  public:
   static constexpr const char* kName = "AllReduceRmsNorm";
-  using Fields = AllReduceRmsNormFields;
 
   AllReduceRmsNormPlugin(Fields fields, nvinfer1::TensorRTPhase phase);
-  AllReduceRmsNormPlugin(const AllReduceRmsNormPlugin& other);
-
-  nvinfer1::IPluginV3* clone() noexcept override;
-  const char* getPluginName() const noexcept override { return kName; }
 
   int32_t getNbOutputs() const noexcept override { return 3; }
   int32_t getOutputDataTypes(nvinfer1::DataType* types, int32_t num_outputs, const nvinfer1::DataType* inputs,
@@ -41,7 +36,6 @@ class AllReduceRmsNormPlugin final : public Plugin {
                         int32_t) noexcept override;
   int32_t enqueue(const nvinfer1::PluginTensorDesc* input_descs, const nvinfer1::PluginTensorDesc*,
                   const void* const* inputs, void* const* outputs, void*, cudaStream_t stream) noexcept override;
-  const nvinfer1::PluginFieldCollection* getFieldsToSerialize() noexcept override;
 
  private:
   /// Positions of the inputs behind the optional bias.
@@ -56,8 +50,6 @@ class AllReduceRmsNormPlugin final : public Plugin {
   Status check_residual(const nvinfer1::PluginTensorDesc* descs) const;
   Collective collective(const nvinfer1::PluginTensorDesc* descs, const void* const* inputs, void* const* outputs) const;
 
-  Fields fields_;
-  std::unique_ptr<FieldWriter> serialized_;
   std::shared_ptr<SideStream> side_stream_;  // of an attached plugin that is not building
 };
 

@@ -1,5 +1,4 @@
-// A plugin's attributes: each plugin lists its own once (`describe`), and that list reads, checks, writes and names
-// them.
+// A plugin's attributes: each plugin lists its own once (`visit`), and that list reads, checks, writes and names them.
 #pragma once
 
 #include <NvInferRuntime.h>

@@ -5,8 +5,12 @@
 #include <cuda_runtime_api.h>
 
 #include <exception>
+#include <memory>
+#include <new>
 #include <string>
+#include <utility>
 
+#include "fields.h"
 #include "log.h"
 #include "status.h"
 
@@ -69,6 +73,46 @@ class Plugin : public nvinfer1::IPluginV3,
  private:
   std::string where_;
   bool building_;
+};
+
+/// What every plugin does with its attributes. `Derived` has kName and a copy constructor.
+template <typename Derived, typename FieldsOfDerived>
+class PluginWithFields : public Plugin {
+ public:
+  using Fields = FieldsOfDerived;
+
+  nvinfer1::IPluginV3* clone() noexcept final {
+    std::unique_ptr<Derived> copy;
+    run([&]() -> Status {
+      copy = std::make_unique<Derived>(static_cast<const Derived&>(*this));
+      return {};
+    });
+    return copy.release();
+  }
+
+  const char* getPluginName() const noexcept final { return Derived::kName; }
+
+  const nvinfer1::PluginFieldCollection* getFieldsToSerialize() noexcept final {
+    const nvinfer1::PluginFieldCollection* values = nullptr;
+    run([&]() -> Status {
+      serialized_ = std::make_unique<FieldWriter>();
+      fields_.visit(*serialized_, nvinfer1::TensorRTPhase::kRUNTIME);
+      values = serialized_->values();
+      return {};
+    });
+    return values;
+  }
+
+ protected:
+  PluginWithFields(std::string where, Fields&& fields, nvinfer1::TensorRTPhase phase)
+      : Plugin(std::move(where), phase), fields_(std::move(fields)) {}
+  /// What was handed out for serialisation points into the original's attributes: a copy makes its own.
+  PluginWithFields(const PluginWithFields& other) : Plugin(other), fields_(other.fields_) {}
+
+  Fields fields_;
+
+ private:
+  std::unique_ptr<FieldWriter> serialized_;
 };
 
 /// Copies outputs that TensorRT did not alias to the input of the same index, and counts them.

@@ -39,18 +39,7 @@ Status StreamJoinFields::check(nvinfer1::TensorRTPhase) const {
 }
 
 StreamJoinPlugin::StreamJoinPlugin(Fields fields, nvinfer1::TensorRTPhase phase)
-    : Plugin(layer_name(fields), phase), fields_(fields) {}
-
-StreamJoinPlugin::StreamJoinPlugin(const StreamJoinPlugin& other) : Plugin(other), fields_(other.fields_) {}
-
-nvinfer1::IPluginV3* StreamJoinPlugin::clone() noexcept {
-  std::unique_ptr<StreamJoinPlugin> copy;
-  run([&]() -> Status {
-    copy = std::make_unique<StreamJoinPlugin>(*this);
-    return {};
-  });
-  return copy.release();
-}
+    : PluginWithFields(layer_name(fields), std::move(fields), phase) {}
 
 Status StreamJoinPlugin::check_counts(int32_t inputs, int32_t outputs) const {
   if (inputs > fields_.num_aliased && outputs == fields_.num_aliased + 1) return {};
@@ -99,17 +88,6 @@ int32_t StreamJoinPlugin::configurePlugin(const DynamicPluginTensorDesc*, int32_
     fields_.num_inputs = num_inputs;
     return check_counts(num_inputs, num_outputs);
   });
-}
-
-const nvinfer1::PluginFieldCollection* StreamJoinPlugin::getFieldsToSerialize() noexcept {
-  const nvinfer1::PluginFieldCollection* values = nullptr;
-  run([&]() -> Status {
-    serialized_ = std::make_unique<FieldWriter>();
-    fields_.visit(*serialized_, nvinfer1::TensorRTPhase::kRUNTIME);
-    values = serialized_->values();
-    return {};
-  });
-  return values;
 }
 
 int32_t StreamJoinPlugin::enqueue(const PluginTensorDesc*, const PluginTensorDesc* output_descs,

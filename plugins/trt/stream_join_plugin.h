@@ -1,7 +1,6 @@
 // StreamJoin: what reads a collective's result depends on it, and what the collective touches stays allocated until it.
 #pragma once
 
-#include <memory>
 #include <string>
 
 #include "fields.h"
@@ -26,16 +25,11 @@ struct StreamJoinFields {
 /// Inputs:  num_aliased tensors, any number of tensors that are only kept alive, chain INT32 [1].
 /// Outputs: the aliased tensors under new names, chain. With `waits`, the stream waits for the collective of (site,
 /// half).
-class StreamJoinPlugin final : public Plugin {
+class StreamJoinPlugin final : public PluginWithFields<StreamJoinPlugin, StreamJoinFields> {
  public:
   static constexpr const char* kName = "StreamJoin";
-  using Fields = StreamJoinFields;
 
   StreamJoinPlugin(Fields fields, nvinfer1::TensorRTPhase phase);
-  StreamJoinPlugin(const StreamJoinPlugin& other);
-
-  nvinfer1::IPluginV3* clone() noexcept override;
-  const char* getPluginName() const noexcept override { return kName; }
 
   int32_t getNbOutputs() const noexcept override { return fields_.num_aliased + 1; }
   int32_t getAliasedInput(int32_t output) noexcept override { return output < fields_.num_aliased ? output : -1; }
@@ -55,13 +49,9 @@ class StreamJoinPlugin final : public Plugin {
   }
   int32_t enqueue(const nvinfer1::PluginTensorDesc*, const nvinfer1::PluginTensorDesc* output_descs,
                   const void* const* inputs, void* const* outputs, void*, cudaStream_t stream) noexcept override;
-  const nvinfer1::PluginFieldCollection* getFieldsToSerialize() noexcept override;
 
  private:
   Status check_counts(int32_t num_inputs, int32_t num_outputs) const;
-
-  Fields fields_;
-  std::unique_ptr<FieldWriter> serialized_;
 };
 
 }  // namespace tokenweave::trt

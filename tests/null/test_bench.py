@@ -35,8 +35,8 @@ def test_figures_of_the_documentation_come_from_the_results() -> None:
 
 def test_plot_of_the_documentation_is_redrawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = draw_kernel(result("kernel_tp2.json"), 8192)
-    assert drawn["png"].startswith(b"\x89PNG")
-    assert b"<svg" in drawn["svg"]
+    assert drawn.png.startswith(b"\x89PNG")
+    assert b"<svg" in drawn.svg
     copy = tmp_path / "kernel_tp2.json"
     copy.write_text((ROOT / "docs/results/kernel_tp2.json").read_text())
     assert main(["bench", "plot", str(copy), "--json"]) == 0

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from support.models import small as config
 
 import trtllm_tokenweave.recorder as trt
 from trtllm_tokenweave.errors import UserError
@@ -16,22 +17,6 @@ from trtllm_tokenweave.network import Graph
 from trtllm_tokenweave.recorder import RecordedNetwork
 
 TOP = "LLaMAForCausalLM"
-
-
-def config(**changes: Any) -> ModelConfig:
-    values: dict[str, Any] = {
-        "architecture": "LlamaForCausalLM",
-        "dtype": "bfloat16",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_size": 8,
-        "intermediate_size": 48,
-        "vocab_size": 50,
-        "max_position_embeddings": 64,
-    }
-    return ModelConfig(**(values | changes))
 
 
 def build(model: ModelConfig, tp_size: int = 2, rank: int = 0, **options: Any) -> RecordedNetwork:

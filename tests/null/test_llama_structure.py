@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.models import small as config
 
 import trtllm_tokenweave.recorder as trt
 from trtllm_tokenweave.llama import NetworkOptions, build_llama
@@ -18,22 +19,6 @@ from trtllm_tokenweave.trt import layer_kind
 
 TOP = "LLaMAForCausalLM"
 LAYER0 = f"{TOP}/transformer/layers/0"
-
-
-def config(**changes: Any) -> ModelConfig:
-    values: dict[str, Any] = {
-        "architecture": "LlamaForCausalLM",
-        "dtype": "bfloat16",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_size": 8,
-        "intermediate_size": 48,
-        "vocab_size": 50,
-        "max_position_embeddings": 64,
-    }
-    return ModelConfig(**(values | changes))
 
 
 def mixtral(**changes: Any) -> ModelConfig:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.models import small
 
 from trtllm_tokenweave.checkpoint import RandomCheckpoint
 from trtllm_tokenweave.comm import LocalComm
@@ -17,7 +18,7 @@ from trtllm_tokenweave.interpreter import ExecutionContext
 from trtllm_tokenweave.kv_cache import KvCachePool
 from trtllm_tokenweave.llama import NetworkOptions, build_llama
 from trtllm_tokenweave.mapping import Mapping as RankMapping
-from trtllm_tokenweave.model_config import ModelConfig, MoeConfig
+from trtllm_tokenweave.model_config import ModelConfig
 from trtllm_tokenweave.recorder import RecordedNetwork
 from trtllm_tokenweave.runner import (
     GenerationLimits,
@@ -31,24 +32,7 @@ from trtllm_tokenweave.runner import (
 Array = NDArray[Any]
 
 
-def tiny(architecture: str = "LlamaForCausalLM", **changes: Any) -> ModelConfig:
-    fields: dict[str, Any] = {
-        "architecture": architecture,
-        "dtype": "float32",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_size": 8,
-        "intermediate_size": 48,
-        "vocab_size": 61,
-        "max_position_embeddings": 128,
-        "qkv_bias": architecture == "Qwen2ForCausalLM",
-        "moe": MoeConfig(num_experts=4, top_k=2) if architecture == "MixtralForCausalLM" else None,
-    }
-    return ModelConfig(**(fields | changes))
-
-
+tiny = partial(small, dtype="float32", vocab_size=61, max_position_embeddings=128)
 LIMITS = GenerationLimits(max_num_tokens=16, max_batch_size=3, max_seq_len=64, max_new_tokens=6, tokens_per_block=8)
 
 

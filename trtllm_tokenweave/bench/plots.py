@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from trtllm_tokenweave.picture import Picture, drawing_style, save_figure
 
 _STYLE: Mapping[str, tuple[str, str]] = {
     "fused (ours, best CTAs)": ("#2f6db5", "-"),
@@ -37,9 +38,7 @@ def kernel_markdown(document: Mapping[str, Any], hidden: int) -> str:
         ("8 CTAs / best", [f"{r['sweep']['8'] / r['fused_us']:.2f}" for r in rows]),
         ("staged, us", [f"{r['staged_us']:.1f}" for r in rows]),
     ]
-    head, *body = lines
-    table = [f"| {head[0]} | {' | '.join(head[1])} |", "|---" * (len(rows) + 1) + "|"]
-    return "\n".join(table + [f"| {name} | {' | '.join(cells)} |" for name, cells in body]) + "\n"
+    return _markdown(lines)
 
 
 def overlap_markdown(document: Mapping[str, Any]) -> str:
@@ -52,14 +51,17 @@ def overlap_markdown(document: Mapping[str, Any]) -> str:
         ("one after the other, us", [f"{r['sequence_us']:.0f}" for r in rows]),
         ("eager / GEMM alone", [f"{r['eager_us'] / document['gemm_us']:.3f}" for r in rows]),
     ]
-    head, *body = lines
-    table = [f"| {head[0]} | {' | '.join(head[1])} |", "|---" * (len(rows) + 1) + "|"]
-    return "\n".join(table + [f"| {name} | {' | '.join(cells)} |" for name, cells in body]) + "\n"
+    return _markdown(lines)
 
 
-def draw_kernel(document: Mapping[str, Any], hidden: int) -> dict[str, bytes]:
-    """Time over the floor by token count: {"png": ..., "svg": ...}."""
-    import matplotlib as mpl
+def _markdown(lines: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """A table of named lines, the first of which is its head."""
+    head, *body = (f"| {name} | {' | '.join(cells)} |" for name, cells in lines)
+    return "\n".join([head, "|---" * (len(lines[0][1]) + 1) + "|", *body]) + "\n"
+
+
+def draw_kernel(document: Mapping[str, Any], hidden: int) -> Picture:
+    """Time over the floor by token count."""
     from matplotlib.figure import Figure
 
     rows = kernel_rows(document, hidden)
@@ -71,7 +73,7 @@ def draw_kernel(document: Mapping[str, Any], hidden: int) -> dict[str, bytes]:
         "best peer": [row["best_peer_us"] for row in rows],
         "floor: pull + push, all SMs": floor,
     }
-    with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": "tokenweave", "font.family": "DejaVu Sans"}):
+    with drawing_style():
         figure = Figure(figsize=(8, 4.5), facecolor="white", layout="constrained")
         axes = figure.add_subplot()
         for name, values in curves.items():
@@ -89,7 +91,4 @@ def draw_kernel(document: Mapping[str, Any], hidden: int) -> dict[str, bytes]:
         )
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-        png, svg = io.BytesIO(), io.BytesIO()
-        figure.savefig(png, format="png", dpi=130)
-        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-    return {"png": png.getvalue(), "svg": svg.getvalue()}
+        return save_figure(figure, f"Time over the floor by tokens, hidden size {hidden}.", dpi=130)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ import typer
 
 from trtllm_tokenweave.atomic import check_target, replace_file
 from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.report import write_picture
 
 app = typer.Typer(no_args_is_help=True, help="Measure on the GPUs of this machine; redraw plots.")
 
@@ -44,10 +44,6 @@ def _finish(document: Mapping[str, Any], output: Path | None, as_json: bool) -> 
         print(text, end="")
     else:
         print(f"wrote {output}")
-
-
-def _write_bytes(data: bytes, path: Path) -> None:
-    path.write_bytes(data)
 
 
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the JSON here.")]
@@ -95,16 +91,14 @@ def plot(
     try:
         document = json.loads(result.read_text())
         rows = kernel_rows(document, hidden)
-        drawn = draw_kernel(document, hidden) if rows else {}
+        drawn = draw_kernel(document, hidden) if rows else None
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=str(result)) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"is no result of bench kernel ({type(error).__name__}: {error})", where=str(result)) from None
-    if not drawn:
+    if drawn is None:
         raise UserError(f"has no rows of hidden size {hidden}", where=str(result))
-    written = []
-    for kind, data in drawn.items():
-        written.append(replace_file(result.with_suffix(f".{kind}"), partial(_write_bytes, data)))
+    written = write_picture(drawn, result.parent, result.stem)
     if as_json:
         print(json.dumps({"written": [str(path) for path in written]}))
     else:

@@ -198,8 +198,9 @@ def _print(document: dict[str, Any], result: DemoResult, options: DemoOptions) -
 
 
 def _network(path: Path, as_json: bool) -> None:
-    mapping = mapping_of(load(path), path)
-    check = check_network(path, lambda n: network_table(n, mapping, granularity=16, min_tokens=12), mapping.tp_size)
+    stock = load(path)
+    table = network_table(stock, mapping_of(stock, path), granularity=16, min_tokens=12)
+    check = check_network(stock, path, table)
     document = describe(check.weave, 0.0) | {
         "network": str(path),
         "identical": check.identical,

@@ -24,7 +24,8 @@ from trtllm_tokenweave.model_config import ModelConfig, preset
 from trtllm_tokenweave.passes import WeaveOptions, WeaveResult, weave
 from trtllm_tokenweave.patterns import ALL_REDUCE_KEY
 from trtllm_tokenweave.recorder import RecordedNetwork
-from trtllm_tokenweave.table import TuningTable, load_table
+from trtllm_tokenweave.recorder.enums import TRT_NAMES
+from trtllm_tokenweave.table import TableKey, TuningTable, load_table
 from trtllm_tokenweave.waves import default_table, table_key
 
 DEFAULT_TP_SIZE = 8
@@ -118,9 +119,6 @@ def mapping_of(network: RecordedNetwork, path: Path, rank: int = 0) -> Mapping:
 
 def network_table(network: RecordedNetwork, mapping: Mapping, **fields: Any) -> TuningTable:
     """The default rule for a recorded network, whose hidden size and dtype are those of its AllReduce layers."""
-    from trtllm_tokenweave.recorder.enums import TRT_NAMES
-    from trtllm_tokenweave.table import TableKey
-
     names = {dtype: name for name, dtype in TRT_NAMES.items()}
     plugins = [layer for layer in network.layers if isinstance(layer, recorder.IPluginV2Layer)]
     reduced = next(layer for layer in plugins if layer.plugin.spec.key == ALL_REDUCE_KEY).outputs[0]

@@ -55,27 +55,31 @@ class NetworkCheck:
         return self.relative_diff is None or self.relative_diff <= self.bound
 
 
-def check_network(path: Path, table_of: Callable[[RecordedNetwork], TuningTable], tp_size: int) -> NetworkCheck:
-    """Weave the network in ``path`` for every rank and compare the results of a few random steps.
+def check_network(stock: RecordedNetwork, path: Path, table: TuningTable) -> NetworkCheck:
+    """Weave a network for every rank and compare the results of a few random steps.
 
     The file is one rank's network; every virtual rank runs it with the same weights, which proves the same about
     the pass as different weights would.
 
+    Args:
+        stock: The network as it was read from ``path``; it stays as it is.
+        path: Where it was read from: weaving edits a network, so each rank's is read anew.
+        table: When to split, for the network's tp_size.
+
     Raises:
         UserError: when the file is no network.
     """
-    stock = [load(path) for _ in range(tp_size)]
-    table = table_of(stock[0])
+    tp_size = table.key.tp_size
     woven = [load(path) for _ in range(tp_size)]
     results = [
         weave(n, WeaveOptions(Mapping(tp_size, rank, tp_size), table, max_batch_size=8, max_num_tokens=max(STEPS)))
         for rank, n in enumerate(woven)
     ]
     bound = _BOUNDS[table.key.dtype]
-    if any(isinstance(x, IConstantLayer) and x.weights.array is None for x in stock[0].layers):
+    if any(isinstance(x, IConstantLayer) and x.weights.array is None for x in stock.layers):
         return NetworkCheck(results[0], None, None, bound, "it holds shapes only, so there is nothing to run")
     try:
-        differences = [_difference(stock, woven, n) for n in STEPS]
+        differences = [_difference([stock] * tp_size, woven, n) for n in STEPS]
     except UserError as error:
         return NetworkCheck(results[0], None, None, bound, f"it cannot be run here: {error}")
     return NetworkCheck(results[0], max(d for d, _ in differences), max(r for _, r in differences), bound)

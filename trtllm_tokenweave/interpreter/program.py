@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -20,6 +19,7 @@ from trtllm_tokenweave.recorder.layers import IConstantLayer, ILayer
 from trtllm_tokenweave.recorder.network import RecordedNetwork
 from trtllm_tokenweave.recorder.plugin import IPluginV2Layer, IPluginV3Layer, Plugin
 from trtllm_tokenweave.recorder.tensor import ITensor
+from trtllm_tokenweave.topology import producers_first
 
 Array = NDArray[Any]
 #: Identifies the collective whose end a join waits for: (site, half).
@@ -121,38 +121,14 @@ class _Compiler:
         """Layers that an output depends on, in topological order; among ready layers the first recorded runs first."""
         if not self.network.num_outputs:
             raise UserError("has no outputs", where=f"network {self.network.name!r}", fix="mark an output")
-        live: set[ILayer] = set()
+        producers: dict[ILayer, set[ILayer]] = {}
         todo = [self.network.get_output(i).producer for i in range(self.network.num_outputs)]
         while todo:
             layer = todo.pop()
-            if layer is None or layer in live:
-                continue
-            live.add(layer)
-            if not self.fold_known(layer):
-                todo.extend(t.producer for t in layer.inputs if t is not None)
-        waiting = dict.fromkeys(live, 0)
-        readers: dict[ILayer, list[ILayer]] = {layer: [] for layer in live}
-        for layer in live:
-            if layer.outputs[0] in self.constants:
-                continue
-            for producer in {t.producer for t in layer.inputs if t is not None} - {None}:
-                assert producer is not None
-                waiting[layer] += 1
-                readers[producer].append(layer)
-        ready = [(layer.index, layer) for layer, count in waiting.items() if not count]
-        heapq.heapify(ready)
-        order = []
-        while ready:
-            layer = heapq.heappop(ready)[1]
-            order.append(layer)
-            for reader in readers[layer]:
-                waiting[reader] -= 1
-                if not waiting[reader]:
-                    heapq.heappush(ready, (reader.index, reader))
-        if len(order) < len(live):
-            stuck = min((layer for layer in live if waiting[layer]), key=lambda layer: layer.index)
-            raise UserError("takes part in a cycle", where=f"layer {stuck.name}")
-        return order
+            if layer is not None and layer not in producers:
+                producers[layer] = set() if self.fold_known(layer) else layer.producers()
+                todo.extend(producers[layer])
+        return producers_first(producers)
 
     def fold_known(self, layer: ILayer) -> bool:
         """Make a constant of an integer tensor whose elements the recorder knows (static dimensions and such)."""

@@ -64,8 +64,9 @@ def clone_layer(
             copy = _clone_shuffle(network, layer, inputs)
         case "SLICE":
             rank = len(first.shape)
+            given = ((layer.start, 0), (layer.shape, 0), (layer.stride, 1))
             # Dims that a dynamic input replaces are unset in TensorRT: anything of the right rank will do.
-            static = [trt.dims_or_none(d) or (fill,) * rank for d, fill in _slice_dims(layer)]
+            static = [trt.dims_or_none(d) or (fill,) * rank for d, fill in given]
             copy = network.add_slice(first, *static)
             copy.mode = layer.mode
             for position, tensor in enumerate(inputs[1:], start=1):
@@ -75,10 +76,6 @@ def clone_layer(
             raise UserError(f"layer kind {node.kind} cannot be copied", where=f"layer {node.name}")
     copy.name = name
     return copy
-
-
-def _slice_dims(layer: Any) -> tuple[tuple[Any, int], ...]:
-    return ((layer.start, 0), (layer.shape, 0), (layer.stride, 1))
 
 
 def _clone_shuffle(network: Any, layer: Any, inputs: list[Any]) -> Any:

@@ -26,17 +26,12 @@ def thread_chain(network: Any, events: list[Event]) -> None:
     attention left whole). It joins the chain just before the suffix half's next start, behind the prefix half's
     collective: without it TensorRT's builder places that compute in front of the fork and nothing overlaps.
     """
-    nodes = {n.name: n for n in Graph(network).nodes}
+    nodes = Graph(network).named
     chain = nodes[names.CHAIN_START].layer.get_output(0)
-
-    def link(name: str) -> None:
-        nonlocal chain
+    for name in chain_names(events, nodes):
         layer = nodes[name].layer
         layer.set_input(layer.num_inputs - 1, chain)
         chain = layer.get_output(layer.num_outputs - 1)
-
-    for name in chain_names(events, nodes):
-        link(name)
 
 
 def chain_names(events: list[Event], known: Container[str]) -> Iterator[str]:

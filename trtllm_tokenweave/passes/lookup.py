@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trtllm_tokenweave import trt
 from trtllm_tokenweave.passes import names
-from trtllm_tokenweave.recorder.tensor import MAX_SHAPE_TENSOR_ELEMENTS
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from trtllm_tokenweave.table import PrefixLookup
 
 
@@ -59,11 +61,11 @@ class SizeMath:
         layer.name = f"{names.PREFIX}/lookup/concat_{layer_number(self.network)}"
         return layer.get_output(0)
 
-    def pick(self, values: np.ndarray[Any, Any], index: Any) -> Any:
-        """``values[index]`` from constants of at most 64 elements joined by comparisons."""
+    def pick(self, chunks: Sequence[NDArray[np.int64]], index: Any) -> Any:
+        """Element ``index`` of the concatenated chunks: one constant each, joined by comparisons."""
         result: Any = None
-        for low in range(0, len(values), MAX_SHAPE_TENSOR_ELEMENTS):
-            chunk = values[low : low + MAX_SHAPE_TENSOR_ELEMENTS]
+        low = 0
+        for chunk in chunks:
             local = self.clamp(self.op(index, low, "SUB"), 0, len(chunk) - 1)
             gather = self.network.add_gather(self.const(*(int(v) for v in chunk)), local, 0)
             gather.name = f"{names.PREFIX}/lookup/rows_{low}"
@@ -73,6 +75,7 @@ class SizeMath:
             else:
                 reached = self.clamp(self.op(index, low - 1, "SUB"), 0, 1)
                 result = self.op(result, self.op(reached, self.op(found, result, "SUB"), "PROD"), "SUM")
+            low += len(chunk)
         return result
 
 
@@ -102,7 +105,7 @@ def half_sizes(math: SizeMath, lookup: PrefixLookup, tokens: Any, sequences: Any
         for start in lookup.batch_starts:
             reached = math.clamp(math.op(b, start - 1, "SUB"), 0, 1)
             index = math.op(index, math.op(reached, buckets, "PROD"), "SUM")
-    rows = math.pick(lookup.prefix.reshape(-1), index)
+    rows = math.pick(lookup.chunks(), index)
     below = math.clamp(math.op(lookup.min_tokens, n, "SUB"), 0, 1)
     rows = math.op(rows, math.op(below, lookup.min_tokens, "PROD"), "SUM")
     prefix = math.op(math.op(rows, n, "MIN"), lookup.max_prefix, "MIN")

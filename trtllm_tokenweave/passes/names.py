@@ -54,8 +54,7 @@ def is_concatenate(name: str) -> bool:
 
 def is_rows(name: str, half: Half) -> bool:
     """Whether a layer name is one of :func:`rows` or :func:`attention_rows` for ``half``."""
-    whole = re.fullmatch(rf"{PREFIX}/site_\d+/attention_rows_\d+/{half.name.lower()}", name)
-    return whole is not None or name == rows(half)
+    return name == rows(half) or (is_attention_rows(name) and name.endswith(f"/{half.name.lower()}"))
 
 
 def is_attention_rows(name: str) -> bool:

@@ -53,7 +53,11 @@ class Baseline:
     @classmethod
     def of(cls, network: Any, replaced: Sequence[str] = ()) -> Baseline:
         """Take the baseline of a network before its first edit."""
-        graph = Graph(network)
+        return cls.of_graph(Graph(network), replaced)
+
+    @classmethod
+    def of_graph(cls, graph: Graph, replaced: Sequence[str] = ()) -> Baseline:
+        """The same from a view that the caller has already."""
 
         def describe(names_: Sequence[str]) -> Signature:
             return tuple((n, graph.dtype(n), graph.shape(n)) for n in names_)
@@ -78,7 +82,7 @@ def verify(network: Any, baseline: Baseline | None = None) -> list[str]:
     graph = Graph(network)
     problems = [problem for check in _CHECKS for problem in check(graph)]
     if baseline is not None:
-        problems += _unchanged(network, graph, baseline)
+        problems += _unchanged(graph, baseline)
     return problems
 
 
@@ -138,12 +142,17 @@ def _chain(graph: Graph) -> tuple[list[Node], list[str]]:
     return path, [f"layer {n.name} is not on the chain that starts at {names.CHAIN_START}" for n in _by_index(missing)]
 
 
-def _chain_is_in_order(graph: Graph) -> list[str]:
-    """The chain is one line, in one of the two orders that the pass makes."""
-    path, problems = _chain(graph)
+def _chain_holds(graph: Graph) -> list[str]:
+    """The chain is one line, in an order that the pass makes, and no collective stands beside it."""
+    path, broken = _chain(graph)
+    return (broken or _chain_is_in_order(graph, path)) + _collectives_are_chained(graph, path)
+
+
+def _chain_is_in_order(graph: Graph, path: list[Node]) -> list[str]:
+    """The chain visits starts and joins in one of the two orders that the pass makes."""
     starts = [n for n in path if n.plugin_name == ALL_REDUCE_RMS_NORM]
-    if problems or not starts:
-        return problems
+    if not starts:
+        return []
     found = [n.name for n in path]
     if not starts[0].fields["side_stream"]:
         expected = [names.start(i, Half.WHOLE) for i in range(len(starts))]
@@ -163,9 +172,8 @@ def _chain_is_in_order(graph: Graph) -> list[str]:
     return ["the chain visits starts and joins in an order that the pass never makes"]
 
 
-def _collectives_are_chained(graph: Graph) -> list[str]:
+def _collectives_are_chained(graph: Graph, path: list[Node]) -> list[str]:
     """A stock collective that is neither before nor after all chained ones would have no defined order."""
-    path = _chain(graph)[0]
     if not path or not any(n.fields["side_stream"] for n in _ours(graph, ALL_REDUCE_RMS_NORM)):
         return []
     ordered = graph.ancestors([n for n in path[0].inputs if n is not None])
@@ -288,8 +296,8 @@ def _host_tensors_reach_plugins_only(graph: Graph) -> list[str]:
     ]
 
 
-def _unchanged(network: Any, graph: Graph, baseline: Baseline) -> list[str]:
-    now = Baseline.of(network)
+def _unchanged(graph: Graph, baseline: Baseline) -> list[str]:
+    now = Baseline.of_graph(graph)
     problems = []
     for what, before, after in (("inputs", baseline.inputs, now.inputs), ("outputs", baseline.outputs, now.outputs)):
         if before != after:
@@ -303,8 +311,7 @@ def _unchanged(network: Any, graph: Graph, baseline: Baseline) -> list[str]:
 
 
 _CHECKS: tuple[Callable[[Graph], list[str]], ...] = (
-    _chain_is_in_order,
-    _collectives_are_chained,
+    _chain_holds,
     _collectives_fit_together,
     _alive_until_join,
     halves_match,

@@ -108,6 +108,10 @@ class ILayer:
         """Raise a NetworkError that names this layer."""
         raise NetworkError(what, where=f"layer {self.name}")
 
+    def producers(self) -> set[ILayer]:
+        """The layers whose outputs this one reads."""
+        return {t.producer for t in self.inputs if t is not None and t.producer is not None}
+
     def desc(self, index: int) -> TensorDesc:
         """Description of a required input."""
         tensor = self.get_input(index)

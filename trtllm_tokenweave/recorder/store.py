@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import heapq
 import json
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from trtllm_tokenweave.recorder.plugin import (
     opaque_spec,
 )
 from trtllm_tokenweave.recorder.tensor import ITensor, NetworkError, TensorDesc, Weights, check_shape_tensor
+from trtllm_tokenweave.topology import producers_first
 
 FORMAT_VERSION = 1
 _LAYER_CLASSES: dict[str, type[L.ILayer]] = {
@@ -81,21 +81,7 @@ def _plain(value: Any) -> Any:
 
 def _producers_first(network: RecordedNetwork) -> list[L.ILayer]:
     """All layers, each after those whose outputs it reads: ``set_input`` may have put a newer layer in front."""
-    waiting = {layer: sum(t is not None and t.producer is not None for t in layer.inputs) for layer in network.layers}
-    ready = [layer.index for layer, count in waiting.items() if not count]
-    out: list[L.ILayer] = []
-    while ready:
-        layer = network.layers[heapq.heappop(ready)]
-        out.append(layer)
-        for tensor in layer.outputs:
-            for reader, _ in tensor.consumers:
-                waiting[reader] -= 1
-                if not waiting[reader]:
-                    heapq.heappush(ready, reader.index)
-    if len(out) < network.num_layers:
-        stuck = min((layer for layer in network.layers if waiting[layer]), key=lambda layer: layer.index)
-        stuck.fail("takes part in a cycle")
-    return out
+    return producers_first({layer: layer.producers() for layer in network.layers})
 
 
 def save(network: RecordedNetwork, path: str | Path) -> list[Path]:

@@ -17,11 +17,10 @@ from trtllm_tokenweave.table.model import (
 )
 from trtllm_tokenweave.table.packing import pack_table, unpack_table
 from trtllm_tokenweave.table.paper import PaperTarget, convert_paper_config, load_paper_config
-from trtllm_tokenweave.table.prefix import MAX_CONSTANT_ELEMENTS, PrefixLookup, prefix_lookup
+from trtllm_tokenweave.table.prefix import PrefixLookup, prefix_lookup
 
 __all__ = [
     "ANY_GPU",
-    "MAX_CONSTANT_ELEMENTS",
     "SCHEMA_VERSION",
     "Bucket",
     "Fabric",

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.recorder.tensor import MAX_SHAPE_TENSOR_ELEMENTS
 from trtllm_tokenweave.schedule import MAX_NUM_TOKENS, ceil_div
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from trtllm_tokenweave.table.model import TuningTable
-
-# TensorRT keeps a constant as a shape tensor up to 64 elements; above, what is gathered from it becomes a
-# data-dependent size and results go wrong without a message.
-MAX_CONSTANT_ELEMENTS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +86,8 @@ class PrefixLookup:
 
         Element [bucket, k] is number ``bucket * prefix.shape[1] + k`` of their concatenation.
         """
-        flat = self.prefix.reshape(-1)
-        return tuple(flat[i : i + MAX_CONSTANT_ELEMENTS] for i in range(0, flat.size, MAX_CONSTANT_ELEMENTS))
+        flat, most = self.prefix.reshape(-1), MAX_SHAPE_TENSOR_ELEMENTS
+        return tuple(flat[i : i + most] for i in range(0, flat.size, most))
 
 
 def prefix_lookup(table: TuningTable, max_batch: int, max_num_tokens: int) -> PrefixLookup:
