@@ -6,7 +6,8 @@ No other module of this package reads ``os.environ``. (The C++ side has its own 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +52,22 @@ TENSORRT_ROOT = Variable(
 LIBRARY = Variable(
     "TOKENWEAVE_LIBRARY",
     "Path of libtokenweave.so, the CUDA library.",
-    "build/plugins/libtokenweave.so of the source tree",
+    "lib/ of the installed package, then build/plugins/ of the source tree",
+)
+TRT_LIBRARY = Variable(
+    "TOKENWEAVE_TRT_LIBRARY",
+    "Path of libtokenweave_trt.so, the TensorRT plugins.",
+    "lib/ of the installed package, then build/plugins/trt/ of the source tree",
+)
+REFERENCE_LIBRARY = Variable(
+    "TOKENWEAVE_REFERENCE_LIBRARY",
+    "Path of libtokenweave_reference.so, TensorRT-LLM's plugins for machines without TensorRT-LLM.",
+    "lib/ of the installed package, then build/plugins/reference/ of the source tree",
+)
+IS_BUILDING = Variable(
+    "IS_BUILDING",
+    "1: plugins do nothing, as TensorRT-LLM's and ours do in a build; the builder sets it for that time.",
+    "plugins run",
 )
 OMPI_RANK = Variable("OMPI_COMM_WORLD_RANK", "Set by Open MPI's mpirun: rank of this process.", "not under Open MPI")
 OMPI_SIZE = Variable("OMPI_COMM_WORLD_SIZE", "Set by Open MPI's mpirun: number of ranks.", "not under Open MPI")
@@ -64,6 +80,9 @@ VARIABLES: tuple[Variable, ...] = (
     CUDA_PATH,
     TENSORRT_ROOT,
     LIBRARY,
+    TRT_LIBRARY,
+    REFERENCE_LIBRARY,
+    IS_BUILDING,
     OMPI_RANK,
     OMPI_SIZE,
     PMI_RANK,
@@ -94,6 +113,8 @@ class Environment:
         cuda_home: Folder of the CUDA toolkit (`CUDA_HOME`, `CUDA_PATH`), or None.
         tensorrt_root: Folder of a TensorRT SDK (`TENSORRT_ROOT`), or None.
         library: The CUDA library (`LIBRARY`), or None.
+        trt_library: The TensorRT plugins (`TRT_LIBRARY`), or None.
+        reference_library: TensorRT-LLM's plugins (`REFERENCE_LIBRARY`), or None.
         launcher: Rank and size given by mpirun, or None outside of it. Known without loading MPI.
     """
 
@@ -101,6 +122,8 @@ class Environment:
     cuda_home: Path | None = None
     tensorrt_root: Path | None = None
     library: Path | None = None
+    trt_library: Path | None = None
+    reference_library: Path | None = None
     launcher: Launcher | None = None
 
 
@@ -119,6 +142,8 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         cuda_home=_path(values, CUDA_HOME) or _path(values, CUDA_PATH),
         tensorrt_root=_path(values, TENSORRT_ROOT),
         library=_path(values, LIBRARY),
+        trt_library=_path(values, TRT_LIBRARY),
+        reference_library=_path(values, REFERENCE_LIBRARY),
         launcher=_launcher(values, OMPI_RANK, OMPI_SIZE) or _launcher(values, PMI_RANK, PMI_SIZE),
     )
 
@@ -172,6 +197,19 @@ _MPI: dict[str, str] = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Set IS_BUILDING to 1 inside a ``with``, for the C++ side too; afterwards it is what it was."""
+    before = os.environ.get(IS_BUILDING.name)
+    os.environ[IS_BUILDING.name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[IS_BUILDING.name]
+        if before is not None:
+            os.environ[IS_BUILDING.name] = before
 
 
 def limit_blas_threads() -> None:

@@ -12,15 +12,25 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Literal
 
+from trtllm_tokenweave import __version__
 from trtllm_tokenweave.config import Environment
+from trtllm_tokenweave.libraries import LibraryName, find_library
 
 Status = Literal["ok", "missing", "unsupported"]
 
 MPI4PY_PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 """Loads the MPI library without starting MPI, so that it may also run below mpirun."""
+
+LIBRARY_PROBE = (
+    "import ctypes, sys; version = ctypes.CDLL(sys.argv[1]).twVersion; version.restype = ctypes.c_char_p; "
+    "print(version().decode())"
+)
+"""Loads one of the compiled libraries and prints its version."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class Range:
 
 
 PYTHON = Range((3, 10))
-TENSORRT = Range((10, 6))
+TENSORRT = Range((10, 6), (11,))
 TENSORRT_LLM = Range((0, 17), (1, 3))
 CUDA = Range((12, 8), (14,))
 
@@ -101,6 +111,7 @@ class Machine:
         output: Standard output of a command, or None when it cannot be run or fails.
         library: Path or soname of a shared library known to the system ("nvinfer"), or None.
         environment: Folders that the user pointed at.
+        compiled: File of a compiled library of this project, or None.
     """
 
     distribution: Callable[[str], str | None]
@@ -108,11 +119,13 @@ class Machine:
     output: Callable[[Sequence[str]], str | None]
     library: Callable[[str], str | None]
     environment: Environment = field(default_factory=Environment)
+    compiled: Callable[[LibraryName], Path | None] = lambda _: None
 
 
 def this_machine(environment: Environment) -> Machine:
     """Return the machine that this process runs on."""
-    return Machine(_distribution, shutil.which, _output, ctypes.util.find_library, environment)
+    compiled = partial(find_library, environment=environment)
+    return Machine(_distribution, shutil.which, _output, ctypes.util.find_library, environment, compiled)
 
 
 def look(machine: Machine) -> list[Finding]:
@@ -124,6 +137,8 @@ def look(machine: Machine) -> list[Finding]:
         _mpirun(machine),
         _mpi4py(machine),
         _gpus(machine),
+        _compiled(machine, _CUDA_LIBRARY, "tokenweave"),
+        _compiled(machine, _TRT_PLUGINS, "tokenweave_trt"),
         _nvcc(machine),
         _package(machine, _CUDA_BINDINGS, ["cuda-bindings"]),
         _package(machine, _TENSORRT, ["tensorrt", "tensorrt_cu13", "tensorrt_cu12", *_BINDINGS]),
@@ -161,10 +176,13 @@ _GPU = Sought(
     "networks are recorded and interpreted on the CPU; nothing is built, tuned or timed",
     "install NVIDIA's driver, on a machine with a GPU",
 )
+_COMPILE = "pip install . (not -e), or in a source tree: cmake -S . -B build && cmake --build build"
+_CUDA_LIBRARY = Sought("library", "CUDA library", "no fused kernel: neither the torch operator nor `bench`", _COMPILE)
+_TRT_PLUGINS = Sought("trt_plugins", "TensorRT plugins", "woven networks cannot be built into engines", _COMPILE)
 _NVCC = Sought(
     "cuda",
     "CUDA toolkit (nvcc)",
-    "the plugin library cannot be compiled here",
+    "the libraries are compiled with a compiler that the build fetches",
     "install CUDA 12.8 to 13.x and set CUDA_HOME",
     CUDA,
 )
@@ -246,6 +264,16 @@ def _gpus(machine: Machine) -> Finding:
         kinds[f"{name} (sm_{capability.replace('.', '')})"] += 1
     gpus = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     return _GPU.found(f"driver {rows[0][2]}", gpus)
+
+
+def _compiled(machine: Machine, sought: Sought, name: LibraryName) -> Finding:
+    """A library of this project: usable when it loads and is of this version."""
+    path = machine.compiled(name)
+    if path is None:
+        return sought.found(None)
+    version = machine.output([sys.executable, "-c", LIBRARY_PROBE, str(path)])
+    found = sought.found("that does not load" if version is None else version.strip(), str(path))
+    return replace(found, status="ok" if found.version == __version__ else "unsupported", supported=__version__)
 
 
 def _nvcc(machine: Machine) -> Finding:

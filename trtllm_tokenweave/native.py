@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, byref, c_char, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
+from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from trtllm_tokenweave.config import read_environment
-from trtllm_tokenweave.errors import TokenWeaveError, UserError
+from trtllm_tokenweave.c_interface import OK, LibraryError, Status
+from trtllm_tokenweave.libraries import load_library
 
-ROOT = Path(__file__).resolve().parents[1]
-MESSAGE_BYTES = 512
 AUTO, PEER, MULTIMEM, SOFT_MULTICAST = -1, 0, 1, 2
 CP_ASYNC, BULK = 0, 1
-OK, INVALID_ARGUMENT, UNSUPPORTED = 0, 1, 2
-RANKS_DISAGREE, TIMEOUT = 6, 7
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 7}
-
-
-class Status(ctypes.Structure):
-    """TwStatus."""
-
-    _fields_ = (("code", c_int32), ("message", c_char * MESSAGE_BYTES))
 
 
 class GroupConfig(ctypes.Structure):
@@ -86,29 +75,14 @@ class Launch(ctypes.Structure):
     )
 
 
-class LibraryError(TokenWeaveError):
-    """A C function's code and message."""
-
-    def __init__(self, status: Status) -> None:
-        super().__init__(status.message.decode())
-        self.code: int = status.code
-
-
 @cache
 def library() -> ctypes.CDLL:
-    """The library that TOKENWEAVE_LIBRARY names, else the one in the source tree's build folder.
+    """The CUDA library.
 
     Raises:
         UserError: when there is none, or it cannot be loaded.
     """
-    path = read_environment().library or ROOT / "build/plugins/libtokenweave.so"
-    try:
-        lib = ctypes.CDLL(str(path))
-    except OSError as error:
-        fix = "build it (plugins/README.md) or set TOKENWEAVE_LIBRARY"
-        raise UserError(f"cannot be loaded: {error}", where=str(path), fix=fix) from None
-    lib.twVersion.restype = c_char_p
-    return lib
+    return load_library("tokenweave")
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,12 @@ def test_folders() -> None:
     assert read_environment(both).tensorrt_root == Path("/c")
 
 
+def test_libraries() -> None:
+    names = ("TOKENWEAVE_LIBRARY", "TOKENWEAVE_TRT_LIBRARY", "TOKENWEAVE_REFERENCE_LIBRARY")
+    read = read_environment({name: f"/{name}.so" for name in names})
+    assert [read.library, read.trt_library, read.reference_library] == [Path(f"/{name}.so") for name in names]
+
+
 def test_launchers() -> None:
     open_mpi = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}
     assert read_environment(open_mpi).launcher == Launcher(rank=2, size=3)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from trtllm_tokenweave import __version__
 from trtllm_tokenweave.cli import doctor as command
 from trtllm_tokenweave.cli.app import main
 from trtllm_tokenweave.config import Environment, read_environment
@@ -95,6 +96,30 @@ def test_nvidia_smi_without_gpus(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("output", "status", "version"),
+    [
+        (f"{__version__}\n", "ok", __version__),
+        ("0.0.1\n", "unsupported", "0.0.1"),
+        (None, "unsupported", "that does not load"),
+    ],
+)
+def test_compiled_libraries(output: str | None, status: str, version: str) -> None:
+    outputs = {} if output is None else {sys.executable: output}
+    there = replace(machine(outputs=outputs), compiled=lambda name: Path(f"/lib{name}.so"))
+    for key, where in (("library", "/libtokenweave.so"), ("trt_plugins", "/libtokenweave_trt.so")):
+        found = finding(there, key)
+        assert (found.status, found.version, found.where) == (status, version, where)
+
+
+def test_compiled_library_is_asked_for_its_version(tmp_path: Path) -> None:
+    path = tmp_path / "libtokenweave.so"
+    path.write_text("no library")
+    here = this_machine(read_environment({"TOKENWEAVE_LIBRARY": str(path)}))
+    found = finding(replace(machine(), output=here.output, compiled=here.compiled), "library")
+    assert (found.status, found.where) == ("unsupported", str(path))
+
+
+@pytest.mark.parametrize(
     ("text", "version"),
     [
         ("mpirun (Open MPI) 4.1.4\n\nReport bugs\n", "Open MPI 4.1.4"),
@@ -119,7 +144,7 @@ def test_mpi4py_needs_a_library() -> None:
     [
         ("libnvinfer.so.8", "unsupported", "8"),
         ("libnvinfer.so.10", "ok", "10.x"),
-        ("libnvinfer.so.11", "ok", "11"),
+        ("libnvinfer.so.11", "unsupported", "11"),
         ("libnvinfer.so", "missing", ""),
     ],
 )

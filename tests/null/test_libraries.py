@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trtllm_tokenweave import libraries
+from trtllm_tokenweave.config import Environment, read_environment
+from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.libraries import LibraryName, find_library, load_library
+
+#: The variable and the folder of the build of each library.
+PLACES: dict[LibraryName, tuple[str, str]] = {
+    "tokenweave": ("TOKENWEAVE_LIBRARY", ""),
+    "tokenweave_trt": ("TOKENWEAVE_TRT_LIBRARY", "trt"),
+    "tokenweave_reference": ("TOKENWEAVE_REFERENCE_LIBRARY", "reference"),
+}
+NOTHING = Environment()
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Folders of the installed libraries and of those of a build; all empty."""
+    installed, built = tmp_path / "package/lib", tmp_path / "build/plugins"
+    monkeypatch.setattr(libraries, "PACKAGE", installed.parent)
+    monkeypatch.setattr(libraries, "ROOT", tmp_path)
+    for folder in (installed, *(built / folder for _, folder in PLACES.values())):
+        folder.mkdir(parents=True, exist_ok=True)
+    return [installed, built]
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_the_variable_wins_then_the_package_then_the_build(name: LibraryName, places: list[Path]) -> None:
+    installed, built = places
+    assert find_library(name, NOTHING) is None
+    variable, folder = PLACES[name]
+    in_build = built / folder / f"lib{name}.so"
+    in_build.touch()
+    assert find_library(name, NOTHING) == in_build
+    in_package = installed / f"lib{name}.so"
+    in_package.touch()
+    assert find_library(name, NOTHING) == in_package
+    assert find_library(name, read_environment({variable: "/named.so"})) == Path("/named.so")
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_no_library_is_taken_for_another(name: LibraryName, places: list[Path]) -> None:
+    for other in set(PLACES) - {name}:
+        for folder in (places[0], *(places[1] / folder for _, folder in PLACES.values())):
+            (folder / f"lib{other}.so").touch()
+    others = {variable: "/named.so" for other, (variable, _) in PLACES.items() if other != name}
+    assert find_library(name, read_environment(others)) is None
+
+
+def test_no_library(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKENWEAVE_TRT_LIBRARY", raising=False)
+    with pytest.raises(UserError, match=r"^libtokenweave_trt\.so: is not installed\. Fix: .*TOKENWEAVE_TRT_LIBRARY"):
+        load_library("tokenweave_trt")
+    (places[0] / "libtokenweave_trt.so").touch()
+    with pytest.raises(UserError, match=r"package/lib/libtokenweave_trt\.so: cannot be loaded: .*too short"):
+        load_library("tokenweave_trt")
+
+
+def test_a_library_that_the_variable_names_and_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENWEAVE_LIBRARY", "/nowhere.so")
+    with pytest.raises(UserError, match=r"^/nowhere\.so: cannot be loaded: .*Fix: .*TOKENWEAVE_LIBRARY"):
+        load_library("tokenweave")
