@@ -7,6 +7,9 @@ import shutil
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support.fake_gpu import cuda, trt
+
+__all__ = ["cuda", "trt"]  # fixtures
 
 # Shared machines stall: a slow example is no bug. In CI the examples are the same on every run.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])

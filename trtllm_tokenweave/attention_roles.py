@@ -167,6 +167,8 @@ _ROLES = {
     "qkv": AttentionRole.QKV,
     "sequence_length": AttentionRole.SEQUENCE_LENGTH,
     "host_past_key_value_lengths": AttentionRole.HOST_PAST_KEY_VALUE_LENGTHS,
+    "host_max_attention_window_sizes": AttentionRole.HOST_MAX_ATTENTION_WINDOW_SIZES,
+    "host_sink_token_length": AttentionRole.HOST_SINK_TOKEN_LENGTH,
     "context_lengths": AttentionRole.CONTEXT_LENGTHS,
     "cache_indirection": AttentionRole.CACHE_INDIRECTION,
     "host_request_types": AttentionRole.HOST_REQUEST_TYPES,

@@ -22,6 +22,7 @@ ALL_REDUCE_RMS_NORM = "AllReduceRmsNorm"
 STREAM_JOIN = "StreamJoin"
 ATTENTION = "TokenWeaveAttention"
 BATCH_SPLIT = "TokenWeaveBatchSplit"
+GEMM = "Gemm"
 
 #: Shape and dtype of the chain: the tiny tensor that orders all collectives and joins of a network.
 CHAIN = TensorDesc(DataType.INT32, (1,))
@@ -56,6 +57,8 @@ class AttentionRole(enum.IntEnum):
     HOST_KV_CACHE_BLOCK_OFFSETS = 8
     HOST_CONTEXT_LENGTHS = 9
     HOST_CONTEXT_PROGRESS = 10
+    HOST_MAX_ATTENTION_WINDOW_SIZES = 11
+    HOST_SINK_TOKEN_LENGTH = 12
 
 
 def _int32(name: str, low: float | None = None, high: float | None = None, *, default: int | None = None) -> FieldSpec:
@@ -133,7 +136,10 @@ def _join_aliases(fields: Fields, _num_inputs: int) -> dict[int, int]:
 
 
 def _attention(fields: Fields, inputs: Sequence[TensorDesc]) -> list[TensorDesc]:
-    """Inputs: those of the inner plugin, in its order; output [m, num_heads * head_size]."""
+    """Inputs: those of the inner plugin, in its order; output [m, num_heads * head_size].
+
+    Field ``inner`` holds the inner plugin's fields, see ``recorder/packed_fields.py``.
+    """
     roles = fields["roles"]
     count = len(roles) if isinstance(roles, np.ndarray) else 1
     _need(len(inputs) == count, f"has {len(inputs)} inputs for {count} roles")
@@ -149,6 +155,19 @@ def _batch_split(_fields: Fields, inputs: Sequence[TensorDesc]) -> list[TensorDe
     device: list[tuple[DataType, Shape]] = [(d.dtype, d.shape) for d in inputs[3:]]
     _need(all(dtype is DataType.INT32 for dtype, _ in device), "batch tensors must be INT32")
     return [TensorDesc(dtype, shape) for dtype, shape in device * 2]
+
+
+def _gemm(fields: Fields, inputs: Sequence[TensorDesc]) -> list[TensorDesc]:
+    """Inputs: x [m, k], weight ([n, k] with transb, else [k, n]), num_tokens_ref, batch_ref; output [m, n]."""
+    _need(len(inputs) == 4, f"has {len(inputs)} inputs, expected 4")
+    x, weight = inputs[:2]
+    for desc in (x, weight):
+        _need(desc.dtype.value == fields["type_id"], f"an operand has dtype {desc.dtype.name}, which is not type_id")
+        _need(len(desc.shape) == 2, f"an operand has shape {desc.shape}, expected a matrix")
+    n, k = weight.shape if fields["transb"] else weight.shape[::-1]
+    _need(n > 0 and k > 0, f"weight has shape {weight.shape}, which is not known when building")
+    _need(x.shape[1] == k, f"inner dimensions differ: {x.shape[1]} and {k}")
+    return [TensorDesc(x.dtype, (x.shape[0], n))]
 
 
 SPECS: tuple[PluginSpec, ...] = (
@@ -200,6 +219,20 @@ SPECS: tuple[PluginSpec, ...] = (
             FieldSpec("roles", PluginFieldType.INT32, is_list=True, low=0, high=max(AttentionRole)),
         ),
         outputs=_attention,
+    ),
+    PluginSpec(
+        GEMM,
+        VERSION,
+        NAMESPACE,
+        v2=False,
+        fields=(
+            FieldSpec("type_id", PluginFieldType.INT32, choices=frozenset(d.value for d in FLOATS)),
+            _flag("transb"),
+            _int32("kind", 0, 1),
+            _chars("table", b""),
+        ),
+        outputs=_gemm,
+        token_inputs=lambda _fields, _count: frozenset({0}),
     ),
     PluginSpec(BATCH_SPLIT, VERSION, NAMESPACE, v2=False, fields=(), outputs=_batch_split),
 )

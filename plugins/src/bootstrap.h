@@ -53,4 +53,7 @@ Status connect_bootstrap(const BootstrapOptions& options, std::unique_ptr<Bootst
 /// MPI library that is loaded, if any. Only Open MPI's binary interface is known.
 Status exchange_address_by_mpi(const BootstrapOptions& options, std::string* address);
 
+/// This process's rank in MPI_COMM_WORLD, where the host has initialised Open MPI; else TOKENWEAVE_RANK.
+Status world_rank(int* rank);
+
 }  // namespace tokenweave

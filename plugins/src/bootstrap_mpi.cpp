@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "bootstrap.h"
+#include "env.h"
 
 namespace tokenweave {
 namespace {
@@ -20,16 +21,22 @@ Function symbol(const char* name) {
   return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
 }
 
+bool mpi_is_initialized() {
+  const auto initialized = symbol<int (*)(int*)>("MPI_Initialized");
+  int result = 0;
+  return initialized != nullptr && initialized(&result) == kSuccess && result != 0;
+}
+
+void* world_communicator() { return dlsym(RTLD_DEFAULT, "ompi_mpi_comm_world"); }
+
 }  // namespace
 
 Status exchange_address_by_mpi(const BootstrapOptions& options, std::string* address) {
-  const auto initialized = symbol<int (*)(int*)>("MPI_Initialized");
   const auto send = symbol<int (*)(const void*, int, void*, int, int, void*)>("MPI_Send");
   const auto receive = symbol<int (*)(void*, int, void*, int, int, void*, void*)>("MPI_Recv");
-  void* const world = dlsym(RTLD_DEFAULT, "ompi_mpi_comm_world");
+  void* const world = world_communicator();
   void* const byte = dlsym(RTLD_DEFAULT, "ompi_mpi_byte");
-  int is_initialized = 0;
-  if (initialized == nullptr || initialized(&is_initialized) != kSuccess || is_initialized == 0) {
+  if (!mpi_is_initialized()) {
     return error(TW_BOOTSTRAP_ERROR,
                  "no way to find the other ranks: TOKENWEAVE_BOOTSTRAP is not set and MPI is not initialised");
   }
@@ -52,6 +59,18 @@ Status exchange_address_by_mpi(const BootstrapOptions& options, std::string* add
   }
   *address = name.data();
   return {};
+}
+
+Status world_rank(int* rank) {
+  const auto comm_rank = symbol<int (*)(void*, int*)>("MPI_Comm_rank");
+  void* const world = world_communicator();
+  if (comm_rank != nullptr && world != nullptr && mpi_is_initialized()) {
+    return comm_rank(world, rank) == kSuccess ? Status{} : error(TW_BOOTSTRAP_ERROR, "MPI_Comm_rank failed");
+  }
+  *rank = environment().rank;
+  if (*rank >= 0) return {};
+  return error(TW_BOOTSTRAP_ERROR,
+               "no way to tell this process's rank: TOKENWEAVE_RANK is not set and Open MPI is not initialised");
 }
 
 }  // namespace tokenweave

@@ -16,9 +16,14 @@ std::string text(const char* name) {
 
 Environment environment() {
   Environment env{text("TOKENWEAVE_BOOTSTRAP"), kDefaultTimeoutMs,
-                  text("TOKENWEAVE_MULTICAST") != "0" && text("NCCL_NVLS_ENABLE") != "0", text("IS_BUILDING") == "1"};
+                  text("TOKENWEAVE_MULTICAST") != "0" && text("NCCL_NVLS_ENABLE") != "0", -1,
+                  text("IS_BUILDING") == "1"};
   if (const auto timeout = std::strtoul(text("TOKENWEAVE_TIMEOUT_MS").c_str(), nullptr, 10); timeout > 0) {
     env.timeout_ms = static_cast<uint32_t>(timeout);
+  }
+  const std::string rank = text("TOKENWEAVE_RANK");
+  if (!rank.empty() && rank.size() < 10 && rank.find_first_not_of("0123456789") == std::string::npos) {
+    env.rank = static_cast<int32_t>(std::strtol(rank.c_str(), nullptr, 10));
   }
   return env;
 }

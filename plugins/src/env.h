@@ -12,6 +12,7 @@ struct Environment {
   /// False when TOKENWEAVE_MULTICAST or NCCL_NVLS_ENABLE is "0": who switched NVSwitch multicast off for NCCL means us
   /// too.
   bool multicast;
+  int32_t rank;   ///< TOKENWEAVE_RANK: this process's rank where MPI does not say it; -1 when unset or not a number
   bool building;  ///< IS_BUILDING is "1": TensorRT-LLM says so while it builds an engine
 };
 

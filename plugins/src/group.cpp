@@ -44,14 +44,6 @@ Status allocate_zeroed(size_t bytes, std::unique_ptr<uint8_t, DeviceFree>* owner
 void DeviceFree::operator()(void* p) const { (void)cudaFree(p); }
 void HostFree::operator()(void* p) const { (void)cudaFreeHost(p); }
 
-Status cuda_status(int result, const char* call) {
-  const auto code = static_cast<cudaError_t>(result);
-  if (code == cudaSuccess) return {};
-  (void)cudaGetLastError();
-  const TwCode kind = code == cudaErrorMemoryAllocation ? TW_OUT_OF_MEMORY : TW_CUDA_ERROR;
-  return error(kind, std::string(call) + " failed: " + cudaGetErrorString(code) + " (" + std::to_string(result) + ")");
-}
-
 DeviceScope::DeviceScope(int device) {
   status_ = cuda_status(cudaGetDevice(&previous_), "cudaGetDevice");
   if (status_.ok() && previous_ != device) status_ = cuda_status(cudaSetDevice(device), "cudaSetDevice");

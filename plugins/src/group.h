@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../kernels/kernel_args.h"
+#include "cuda_status.h"
 #include "driver.h"
 #include "launch_plan.h"
 #include "symmetric_buffer.h"
@@ -84,9 +85,6 @@ class Group {
 
 /// Compares what the ranks were given; TW_RANKS_DISAGREE with the first difference, the same text on every rank.
 Status compare_configurations(Bootstrap& bootstrap, const TwGroupConfig& config);
-
-/// OK for cudaSuccess; else names the call and the reason, and clears the runtime's last error.
-Status cuda_status(int result, const char* call);
 
 /// Loads every kernel and allows it the device's shared memory: lazy loading could block behind a kernel that spins.
 Status prepare_kernels(int size, const DeviceLimits& limits);

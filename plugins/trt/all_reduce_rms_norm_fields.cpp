@@ -9,17 +9,7 @@ namespace {
 
 constexpr int32_t kMaxHidden = 16384;
 
-TableDtype table_dtype(int32_t type_id) {
-  return type_id == TW_FLOAT ? TableDtype::kFloat : type_id == TW_HALF ? TableDtype::kHalf : TableDtype::kBfloat16;
-}
-
 Status bad(const std::string& what) { return error(TW_INVALID_ARGUMENT, what); }
-
-Status check_fabric(const TableLaunch& launch) {
-  return launch.fabric != TableFabric::kLoopback
-             ? Status{}
-             : bad("field 'table' asks for the loopback fabric, which is for tests of the kernel. Fix: use auto");
-}
 
 /// FNV-1a.
 class Hash {
@@ -70,25 +60,11 @@ Status AllReduceRmsNormFields::check(nvinfer1::TensorRTPhase phase) {
     return bad("field 'tp_rank' = " + std::to_string(tp_rank) + " is outside the group of " +
                std::to_string(tp_size()));
   }
-  if (type_id != TW_FLOAT && type_id != TW_HALF && type_id != TW_BFLOAT16) {
-    return bad("field 'type_id' = " + std::to_string(type_id) +
-               " is not one of 0 (float32), 1 (float16), 7 (bfloat16)");
+  TW_RETURN_IF_ERROR(read_table_field(table, type_id, &tuning_table));
+  if (!table.empty() && tuning_table->tp_size() != tp_size()) {
+    return bad("field 'table' is for " + std::to_string(tuning_table->tp_size()) + " ranks, the group has " +
+               std::to_string(tp_size()));
   }
-  auto read = std::make_shared<TuningTable>();
-  if (!table.empty()) {
-    Status status = TuningTable::read(table.data(), table.size(), read.get());
-    if (!status.ok()) return bad("field 'table': " + status.message);
-    if (read->tp_size() != tp_size()) {
-      return bad("field 'table' is for " + std::to_string(read->tp_size()) + " ranks, the group has " +
-                 std::to_string(tp_size()));
-    }
-    if (read->dtype() != table_dtype(type_id)) return bad("field 'table' is for another dtype than field 'type_id'");
-    for (const TableRow& row : read->rows()) {
-      TW_RETURN_IF_ERROR(check_fabric(row.attention));
-      TW_RETURN_IF_ERROR(check_fabric(row.mlp));
-    }
-  }
-  tuning_table = std::move(read);
   return phase == nvinfer1::TensorRTPhase::kRUNTIME ? check_hidden(hidden) : Status{};
 }
 

@@ -4,14 +4,11 @@
 #include <memory>
 
 #include "fields.h"
+#include "layer_step.h"
 #include "plugin.h"
-#include "table.h"
 #include "tokenweave/tokenweave.h"
 
 namespace tokenweave::trt {
-
-/// What computed the tensor that a site reduces: it has a launch configuration of its own.
-enum class SiteKind : int32_t { kAttention = 0, kMlp = 1 };
 
 struct AllReduceRmsNormFields {
   // Given by the network; trtllm_tokenweave/plugin_specs.py describes them.

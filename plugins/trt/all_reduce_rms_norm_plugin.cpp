@@ -23,8 +23,6 @@ std::string layer_name(const AllReduceRmsNormFields& fields) {
 
 Status bad(const std::string& what) { return error(TW_INVALID_ARGUMENT, what); }
 
-int64_t first_dim(const nvinfer1::Dims& dims) { return dims.nbDims > 0 ? dims.d[0] : 1; }
-
 }  // namespace
 
 AllReduceRmsNormPlugin::AllReduceRmsNormPlugin(Fields fields, nvinfer1::TensorRTPhase phase)
@@ -151,16 +149,15 @@ Status AllReduceRmsNormPlugin::check_residual(const PluginTensorDesc* descs) con
 
 Collective AllReduceRmsNormPlugin::collective(const PluginTensorDesc* descs, const void* const* inputs,
                                               void* const* outputs) const {
-  const int64_t rows = descs[kInput].dims.d[0], tokens = first_dim(descs[tokens_ref()].dims);
-  const StepPlan plan = fields_.tuning_table->plan_step(first_dim(descs[batch_ref()].dims), tokens);
+  const LayerStep step = layer_step(descs[kInput], descs[tokens_ref()], descs[batch_ref()]);
   Collective c;
   c.at = {fields_.site, static_cast<Half>(fields_.half)};
-  c.overlap = fields_.side_stream != 0 && rows < tokens;
-  c.call.launch = fields_.kind == static_cast<int32_t>(SiteKind::kAttention) ? plan.attention : plan.mlp;
+  c.overlap = fields_.side_stream != 0 && step.split();
+  c.call.launch = launch_of(*fields_.tuning_table, step, static_cast<SiteKind>(fields_.kind));
   TwAllReduceRmsNorm& op = c.call.op;
   op.struct_bytes = sizeof op;
   op.dtype = fields_.dtype();
-  op.num_tokens = static_cast<int32_t>(rows);
+  op.num_tokens = static_cast<int32_t>(step.rows);
   op.hidden = static_cast<int32_t>(descs[kInput].dims.d[1]);
   op.residual_sharded = fields_.residual_sharded;
   op.gather_residual = fields_.gather_residual;

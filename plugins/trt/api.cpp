@@ -6,8 +6,11 @@
 #include <iterator>
 
 #include "all_reduce_rms_norm_plugin.h"
+#include "attention_plugin.h"
+#include "batch_split_plugin.h"
 #include "counters.h"
 #include "creator.h"
+#include "gemm_plugin.h"
 #include "log.h"
 #include "stream_join_plugin.h"
 #include "tokenweave/plugins.h"
@@ -55,8 +58,12 @@ extern "C" {
 TW_API nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
   using namespace tokenweave::trt;
   static Creator<AllReduceRmsNormPlugin> all_reduce_rms_norm;
+  static Creator<AttentionPlugin> attention;
+  static Creator<BatchSplitPlugin> batch_split;
+  static Creator<GemmPlugin> gemm;
   static Creator<StreamJoinPlugin> stream_join;
-  static nvinfer1::IPluginCreatorInterface* const creators[] = {&all_reduce_rms_norm, &stream_join};
+  static nvinfer1::IPluginCreatorInterface* const creators[] = {&all_reduce_rms_norm, &attention, &batch_split, &gemm,
+                                                                &stream_join};
   count = static_cast<int32_t>(std::size(creators));
   return creators;
 }

@@ -1,18 +1,16 @@
-// One creator for every plugin type.
+// One creator for every plugin type of ours.
 #pragma once
 
 #include <memory>
-#include <string>
 
 #include "fields.h"
+#include "make_plugin.h"
 #include "plugin.h"
 
 namespace tokenweave::trt {
 
-/// `PluginType` has kName, a default constructible type Fields with
-///   void visit(FieldVisitor&, TensorRTPhase)   lists the attributes of a phase
-///   Status check(TensorRTPhase)                 checks them against one another, and derives what they imply
-/// and a constructor from Fields and TensorRTPhase.
+/// `PluginType`: see make_plugin; also
+///   Status created()                            makes what the plugin needs besides its attributes
 template <typename PluginType>
 class Creator final : public nvinfer1::IPluginCreatorV3One {
  public:
@@ -24,21 +22,11 @@ class Creator final : public nvinfer1::IPluginCreatorV3One {
   nvinfer1::IPluginV3* createPlugin(const char* name, const nvinfer1::PluginFieldCollection* given,
                                     nvinfer1::TensorRTPhase phase) noexcept override {
     std::unique_ptr<PluginType> plugin;
-    const char* const layer = name != nullptr ? name : "";
-    succeeds(PluginType::kName, [&]() -> Status {
-      const auto named = [layer](Status status) {
-        if (!status.ok() && *layer != '\0') status.message = "layer '" + std::string(layer) + "': " + status.message;
-        return status;
-      };
-      typename PluginType::Fields fields;
-      FieldReader reader(given);
-      fields.visit(reader, phase);
-      TW_RETURN_IF_ERROR(named(reader.status()));
-      TW_RETURN_IF_ERROR(named(fields.check(phase)));
-      plugin = std::make_unique<PluginType>(std::move(fields), phase);
-      return {};
+    const bool made = succeeds(PluginType::kName, [&]() -> Status {
+      TW_RETURN_IF_ERROR(make_plugin(name, given, phase, &plugin));
+      return named(name, plugin->created());
     });
-    return plugin.release();
+    return made ? plugin.release() : nullptr;
   }
 
   const nvinfer1::PluginFieldCollection* getFieldNames() noexcept override { return collection_; }

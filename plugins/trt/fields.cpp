@@ -55,6 +55,12 @@ std::string outside(const char* name, int32_t value, int32_t low, int32_t high) 
 
 }  // namespace
 
+Status check_type_id(int32_t type_id) {
+  if (type_id == TW_FLOAT || type_id == TW_HALF || type_id == TW_BFLOAT16) return {};
+  return error(TW_INVALID_ARGUMENT, "field 'type_id' = " + std::to_string(type_id) +
+                                        " is not one of 0 (float32), 1 (float16), 7 (bfloat16)");
+}
+
 FieldReader::FieldReader(const PluginFieldCollection* fields) {
   for (int32_t i = 0; fields != nullptr && i < fields->nbFields; ++i) {
     const PluginField& field = fields->fields[i];
@@ -73,11 +79,11 @@ void FieldReader::fail(const std::string& what) {
   if (status_.ok()) status_ = error(TW_INVALID_ARGUMENT, what);
 }
 
-const PluginField* FieldReader::find(const char* name, PluginFieldType type, bool required, bool scalar) {
+const PluginField* FieldReader::find(const char* name, PluginFieldType type, Presence presence, bool scalar) {
   const auto found = std::find_if(given_.begin(), given_.end(),
                                   [name](const Given& given) { return std::strcmp(given.field.name, name) == 0; });
   if (found == given_.end()) {
-    if (required) fail(quoted(name) + " is missing");
+    if (presence == Presence::kRequired) fail(quoted(name) + " is missing");
     return nullptr;
   }
   found->used = true;
@@ -94,15 +100,22 @@ const PluginField* FieldReader::find(const char* name, PluginFieldType type, boo
   return nullptr;
 }
 
-void FieldReader::int32(const char* name, int32_t* value, int32_t low, int32_t high) {
-  const PluginField* field = find(name, PluginFieldType::kINT32, true, true);
+void FieldReader::int8(const char* name, int8_t* value, int8_t low, int8_t high, Presence presence) {
+  const PluginField* field = find(name, PluginFieldType::kINT8, presence, true);
+  if (field == nullptr) return;
+  *value = value_of<int8_t>(*field);
+  if (*value < low || *value > high) fail(outside(name, *value, low, high));
+}
+
+void FieldReader::int32(const char* name, int32_t* value, int32_t low, int32_t high, Presence presence) {
+  const PluginField* field = find(name, PluginFieldType::kINT32, presence, true);
   if (field == nullptr) return;
   *value = value_of<int32_t>(*field);
   if (*value < low || *value > high) fail(outside(name, *value, low, high));
 }
 
 void FieldReader::int32s(const char* name, std::vector<int32_t>* values, int32_t low) {
-  const PluginField* field = find(name, PluginFieldType::kINT32, true, false);
+  const PluginField* field = find(name, PluginFieldType::kINT32, Presence::kRequired, false);
   if (field == nullptr) return;
   values->clear();
   for (int32_t i = 0; i < field->length; ++i) {
@@ -111,22 +124,15 @@ void FieldReader::int32s(const char* name, std::vector<int32_t>* values, int32_t
   }
 }
 
-void FieldReader::float32(const char* name, float* value, float low, float high) {
-  const PluginField* field = find(name, PluginFieldType::kFLOAT32, true, true);
+void FieldReader::float32(const char* name, float* value, float low, float high, Presence presence) {
+  const PluginField* field = find(name, PluginFieldType::kFLOAT32, presence, true);
   if (field == nullptr) return;
   *value = value_of<float>(*field);
   if (!(*value >= low && *value <= high)) fail(outside(name, bound(*value), bound(low), bound(high)));  // NaN as well
 }
 
-void FieldReader::flag(const char* name, int8_t* value) {
-  const PluginField* field = find(name, PluginFieldType::kINT8, false, true);
-  if (field == nullptr) return;
-  *value = value_of<int8_t>(*field);
-  if (*value != 0 && *value != 1) fail(outside(name, *value, 0, 1));
-}
-
 void FieldReader::chars(const char* name, std::vector<uint8_t>* bytes) {
-  const PluginField* field = find(name, PluginFieldType::kCHAR, false, false);
+  const PluginField* field = find(name, PluginFieldType::kCHAR, Presence::kOptional, false);
   if (field == nullptr) return;
   const auto* data = static_cast<const uint8_t*>(field->data);
   bytes->assign(data, data + field->length);
@@ -138,7 +144,11 @@ Status FieldReader::status() const {
   return unknown == given_.end() ? Status{} : error(TW_INVALID_ARGUMENT, quoted(unknown->field.name) + " is unknown");
 }
 
-void FieldWriter::int32(const char* name, int32_t* value, int32_t, int32_t) {
+void FieldWriter::int8(const char* name, int8_t* value, int8_t, int8_t, Presence) {
+  fields_.emplace_back(name, value, PluginFieldType::kINT8, 1);
+}
+
+void FieldWriter::int32(const char* name, int32_t* value, int32_t, int32_t, Presence) {
   fields_.emplace_back(name, value, PluginFieldType::kINT32, 1);
 }
 
@@ -146,12 +156,8 @@ void FieldWriter::int32s(const char* name, std::vector<int32_t>* values, int32_t
   fields_.emplace_back(name, values->data(), PluginFieldType::kINT32, static_cast<int32_t>(values->size()));
 }
 
-void FieldWriter::float32(const char* name, float* value, float, float) {
+void FieldWriter::float32(const char* name, float* value, float, float, Presence) {
   fields_.emplace_back(name, value, PluginFieldType::kFLOAT32, 1);
-}
-
-void FieldWriter::flag(const char* name, int8_t* value) {
-  fields_.emplace_back(name, value, PluginFieldType::kINT8, 1);
 }
 
 void FieldWriter::chars(const char* name, std::vector<uint8_t>* bytes) {

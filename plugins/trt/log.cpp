@@ -1,10 +1,10 @@
 #include "log.h"
 
-#include <dlfcn.h>
-
 #include <atomic>
 #include <cstdio>
 #include <mutex>
+
+#include "tensorrt_library.h"
 
 namespace tokenweave::trt {
 namespace {
@@ -21,19 +21,6 @@ LastError& kept() {
   return *error;
 }
 
-/// The version of the TensorRT library that `finder` belongs to, 0 when it can't be told. That library may be loaded
-/// with RTLD_LOCAL and beside others, so it is found by the address of the object's virtual functions.
-int32_t version_behind(nvinfer1::ILoggerFinder* finder) {
-  Dl_info library{};
-  if (dladdr(*reinterpret_cast<void**>(finder), &library) == 0) return 0;
-  void* const handle = dlopen(library.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
-  if (handle == nullptr) return 0;
-  const auto version = reinterpret_cast<int32_t (*)()>(dlsym(handle, "getInferLibVersion"));
-  const int32_t result = version != nullptr ? version() : 0;
-  dlclose(handle);
-  return result;
-}
-
 void write(Severity severity, const char* message) {
   if (nvinfer1::ILoggerFinder* const finder = logger_finder.load(); finder != nullptr) {
     if (nvinfer1::ILogger* const logger = finder->findLogger(); logger != nullptr)
@@ -48,7 +35,10 @@ void write(Severity severity, const char* message) {
 bool has_our_logger(int32_t version) { return version / 10000 == NV_TENSORRT_MAJOR; }
 
 void set_logger_finder(nvinfer1::ILoggerFinder* finder) noexcept {
-  const bool usable = finder != nullptr && has_our_logger(version_behind(finder));
+  // Its virtual functions lie in TensorRT's library.
+  const void* const inside = finder != nullptr ? *reinterpret_cast<void**>(finder) : nullptr;
+  set_tensorrt_at(inside);
+  const bool usable = finder != nullptr && has_our_logger(tensorrt_version_at(inside));
   logger_finder.store(usable ? finder : nullptr);
 }
 

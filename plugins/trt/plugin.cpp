@@ -1,8 +1,7 @@
 #include "plugin.h"
 
 #include "counters.h"
-#include "env.h"
-#include "group.h"
+#include "cuda_status.h"
 
 namespace tokenweave::trt {
 namespace {
@@ -33,10 +32,6 @@ size_t bytes_of(const nvinfer1::PluginTensorDesc& desc) {
 
 }  // namespace
 
-bool is_building(nvinfer1::TensorRTPhase phase) {
-  return phase == nvinfer1::TensorRTPhase::kBUILD || environment().building;
-}
-
 nvinfer1::IPluginCapability* Plugin::getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept {
   switch (type) {
     case nvinfer1::PluginCapabilityType::kCORE:
@@ -50,11 +45,7 @@ nvinfer1::IPluginCapability* Plugin::getCapabilityInterface(nvinfer1::PluginCapa
 }
 
 bool Plugin::inert() const {
-  if (building_ && counters().while_building++ == 0) {
-    log(Severity::kWARNING, where_ +
-                                " is skipped, as always in a build. If this is none: load the engine from its "
-                                "serialized form, with IS_BUILDING unset");
-  }
+  if (building_ && counters().while_building++ == 0) warn_of_skipping(where_);
   return building_;
 }
 

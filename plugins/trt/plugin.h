@@ -1,17 +1,15 @@
-// What both plugins share: identity, capabilities, and no exception past TensorRT's interface.
+// What all plugins of ours share: identity and capabilities.
 #pragma once
 
 #include <NvInferRuntime.h>
 #include <cuda_runtime_api.h>
 
-#include <exception>
 #include <memory>
-#include <new>
 #include <string>
 #include <utility>
 
 #include "fields.h"
-#include "log.h"
+#include "guard.h"
 #include "status.h"
 
 namespace tokenweave::trt {
@@ -24,27 +22,6 @@ enum class Half : int32_t { kPrefix = 0, kSuffix = 1, kWhole = 2 };
 inline const char* name_of(Half half) {
   return half == Half::kPrefix ? "prefix" : half == Half::kSuffix ? "suffix" : "whole";
 }
-
-/// Runs `body`, which returns a Status, and reports what goes wrong as `where`'s error.
-template <typename Body>
-bool succeeds(const char* where, Body body) noexcept {
-  try {
-    const Status status = body();
-    if (!status.ok()) log_error(where, status);
-    return status.ok();
-  } catch (const std::bad_alloc&) {
-    log_error(where, {TW_OUT_OF_MEMORY, {}});
-  } catch (const std::exception& exception) {
-    log_error(where, {TW_INTERNAL, exception.what()});
-  } catch (...) {
-    log_error(where, {TW_INTERNAL, {}});
-  }
-  return false;
-}
-
-/// Whether a plugin created in this phase must not touch the GPU or other ranks: TensorRT may run plugins while it
-/// builds, and no other rank takes part in that.
-bool is_building(nvinfer1::TensorRTPhase phase);
 
 class Plugin : public nvinfer1::IPluginV3,
                public nvinfer1::IPluginV3OneCore,
@@ -89,6 +66,9 @@ class PluginWithFields : public Plugin {
     });
     return copy.release();
   }
+
+  /// Nothing; a plugin that needs more than its attributes hides it.
+  Status created() { return {}; }
 
   const char* getPluginName() const noexcept final { return Derived::kName; }
 

@@ -49,7 +49,7 @@ struct Join {
 /// Owns the communication stream, the events of every (site, half), and the group of ranks.
 ///
 /// TensorRT's own place for what plugins share, IPluginRegistry::acquirePluginResource, is not used: IPluginRegistry
-/// changed between TensorRT 10 and 11, and a library that never calls it serves both. The registry here is keyed,
+/// changed between TensorRT 10 and 11, and who does not call it serves both. The registry here is keyed,
 /// because such resources belong to the process: two engines, or two devices, must not share one. An entry lives as
 /// long as an attached plugin.
 ///

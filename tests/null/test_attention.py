@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from trtllm_tokenweave import trt
 from trtllm_tokenweave.attention_roles import attention_inputs, attention_roles, split_refusal
 from trtllm_tokenweave.batch import SequenceStep, StepLayout, step_inputs
 from trtllm_tokenweave.comm import SingleComm
@@ -21,6 +21,8 @@ from trtllm_tokenweave.interpreter.registry import KernelContext
 from trtllm_tokenweave.kv_cache import BlockManager, KvCacheConfig, KvCachePool
 from trtllm_tokenweave.plugin_specs import AttentionRole, Half
 from trtllm_tokenweave.recorder.enums import DataType, numpy_dtype
+from trtllm_tokenweave.recorder.packed_fields import pack_fields
+from trtllm_tokenweave.recorder.trtllm_plugins import GPT_ATTENTION
 
 Array = NDArray[Any]
 MAX_SEQ = 96
@@ -230,7 +232,7 @@ def wrapper_fields(fields: dict[str, Any], half: Half) -> dict[str, Any]:
         "inner_name": b"GPTAttention",
         "inner_version": b"1",
         "inner_namespace": b"tensorrt_llm",
-        "inner": json.dumps(fields).encode(),
+        "inner": pack_fields(trt.plugin_fields(GPT_ATTENTION, fields)),
         "roles": np.array([int(r) for r in attention_roles(fields)], np.int32),
     }
 
@@ -360,7 +362,7 @@ def test_half_larger_than_the_step_is_refused() -> None:
         attention.tokenweave_attention(model.context, wrapper_fields(model.fields, Half.PREFIX), inputs)
 
 
-def test_progress_pointer_goes_to_the_half_that_runs_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_pointer_goes_to_the_last_half_with_a_context_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def inner(_: KernelContext, fields: Any, inputs: list[Array]) -> list[Array]:
@@ -371,11 +373,11 @@ def test_progress_pointer_goes_to_the_half_that_runs_last(monkeypatch: pytest.Mo
     monkeypatch.setattr(attention, "find_kernel", lambda _: inner)
     model, tensors, _ = filled(MIXED)
     tensors["host_context_progress"][0] = 99
-    for cut in (4, 16):
+    for cut in (4, 14, 16):  # inside a chunk; between the contexts and the generation rows; nothing left
         halves = Halves(model, tensors, cut)
         halves.run(Half.PREFIX)
         halves.run(Half.SUFFIX)
-    assert seen == [0, 99, 99]
+    assert seen == [0, 99, 99, 99, 99]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------
@@ -481,7 +483,7 @@ def test_roles_follow_the_fields() -> None:
     biased = attention_roles(gpt_fields(qkv_bias_enabled=1, kv_cache_quant_mode=128))
     assert biased.index(AttentionRole.HOST_CONTEXT_LENGTHS) == 16
     assert biased[-1] is AttentionRole.HOST_CONTEXT_PROGRESS
-    assert attention_roles(gpt_fields(position_embedding_type=0)).count(AttentionRole.OTHER) == 5
+    assert attention_roles(gpt_fields(position_embedding_type=0)).count(AttentionRole.OTHER) == 3
 
 
 def test_every_special_role_appears_once() -> None:

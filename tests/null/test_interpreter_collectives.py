@@ -250,6 +250,60 @@ def test_all_gather_stacks_ranks() -> None:
     assert np.array_equal(out, np.concatenate([make(r)["x"] for r in range(3)]))
 
 
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16), np.dtype(np.float32)], ids=str)
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("transb", [0, 1])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_our_gemm_equals_matrix_multiply(dtype: np.dtype[Any], exact: bool, transb: int, rows: int) -> None:
+    shape = (24, HIDDEN) if transb else (HIDDEN, 24)
+    weight = np.random.default_rng(1).uniform(-1, 1, shape).astype(dtype)
+
+    def build(case: Case) -> list[trt.ITensor]:
+        x, w = case.input("x", -1, HIDDEN), case.constant(weight)
+        step = [case.network.add_input(name, trt.DataType.INT32, (-1,)) for name in ("tokens", "sequences")]
+        p = plugin(("Gemm", "1", "tokenweave"), type_id=case.dtype.value, transb=transb, kind=1)
+        none, flip = trt.MatrixOperation.NONE, trt.MatrixOperation.TRANSPOSE
+        return [
+            case.network.add_plugin_v3([x, w, *step], [], p).outputs[0],
+            case.network.add_matrix_multiply(x, none, w, flip if transb else none).outputs[0],
+        ]
+
+    make = data(1, rows, dtype)
+    references = {"tokens": np.zeros(max(rows, 7), np.int32), "sequences": np.zeros(1, np.int32)}
+    ((one, other),) = run(build, 1, dtype, lambda r: {"x": make(r)["x"]} | references, exact)
+    assert one.tobytes() == other.tobytes()
+    assert one.shape == (rows, 24)
+    assert one.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "count", "message"),
+    [
+        ((-1, 8), (5, 9), 4, "inner dimensions differ: 8 and 9"),
+        ((-1, -1), (5, 8), 4, "inner dimensions differ: -1 and 8"),
+        ((-1, 8), (-1, 8), 4, "weight has shape"),
+        ((2, -1, 8), (5, 8), 4, "expected a matrix"),
+        ((-1, 8), (1, 5, 8), 4, "expected a matrix"),
+        ((-1, 8), (5, 8), 3, "has 3 inputs, expected 4"),
+    ],
+)
+def test_our_gemm_refuses(x: tuple[int, ...], weight: tuple[int, ...], count: int, message: str) -> None:
+    network = trt.RecordedNetwork()
+    shapes = [x, weight, (-1,), (-1,)][:count]
+    inputs = [network.add_input(f"x{i}", trt.DataType.HALF, shape) for i, shape in enumerate(shapes)]
+    with pytest.raises(trt.NetworkError, match=message):
+        network.add_plugin_v3(inputs, [], plugin(("Gemm", "1", "tokenweave"), type_id=1, transb=1, kind=0))
+
+
+def test_our_gemm_refuses_another_dtype() -> None:
+    network = trt.RecordedNetwork()
+    for x, weight in ((trt.DataType.HALF, trt.DataType.BF16), (trt.DataType.BF16, trt.DataType.HALF)):
+        kinds = (x, weight, trt.DataType.INT32, trt.DataType.INT32)
+        inputs = [network.add_input(f"{x.name}{i}", kind, (8, 8)) for i, kind in enumerate(kinds)]
+        with pytest.raises(trt.NetworkError, match="an operand has dtype HALF, which is not type_id"):
+            network.add_plugin_v3(inputs, [], plugin(("Gemm", "1", "tokenweave"), type_id=7, transb=1, kind=0))
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("rows", [0, 5])
 def test_gemm_plugin_equals_matrix_multiply(exact: bool, rows: int) -> None:

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_tokenweave.batch_split import HalfBatch, split_batch, tokens_per_sequence
+from trtllm_tokenweave.batch_split import CONTEXT, HalfBatch, split_batch, tokens_per_sequence
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.interpreter import paged_attention as paged
 from trtllm_tokenweave.interpreter.attention_batch import AttentionBatch, AttentionConfig, read_batch, read_cache
 from trtllm_tokenweave.interpreter.registry import KernelContext, find_kernel, kernel
 from trtllm_tokenweave.plugin_specs import ATTENTION, BATCH_SPLIT, NAMESPACE, VERSION, AttentionRole, Half
-from trtllm_tokenweave.recorder.plugin import Fields, unpack_fields
+from trtllm_tokenweave.recorder.packed_fields import unpack_fields
+from trtllm_tokenweave.recorder.plugin import Fields
 
 Array = NDArray[Any]
 
@@ -109,9 +110,7 @@ def _attend_exact(config: AttentionConfig, batch: AttentionBatch, cache: paged.L
     return out
 
 
-@lru_cache(maxsize=1024)
-def _inner_fields(packed: bytes) -> dict[str, Any]:
-    return {n: np.asarray(v) if isinstance(v, list) else v for n, v in unpack_fields(packed).items()}
+_inner_fields = lru_cache(maxsize=1024)(unpack_fields)
 
 
 def _roles(fields: Fields) -> list[AttentionRole]:
@@ -144,8 +143,8 @@ def tokenweave_attention(ctx: KernelContext, fields: Fields, inputs: list[Array]
         return [np.zeros((0, int(fields["num_heads"]) * int(fields["head_size"])), qkv.dtype)]
     key = tuple(bytes(fields[f"inner_{part}"]).decode() for part in ("name", "version", "namespace"))  # type: ignore[arg-type]
     inner = _inner_fields(bytes(fields["inner"]))  # type: ignore[arg-type]
-    # The progress event of a layer must be recorded once: by the half that runs last.
-    last = not (is_prefix and suffix.rows)
+    # The progress event of a layer must be recorded once, after its last context chunk; only these record it.
+    last = not (is_prefix and CONTEXT in suffix.request_types)
     trimmed = [_TRIM[role](half, x, last) for role, x in zip(roles, inputs, strict=True)]
     return find_kernel((key[0], key[1], key[2]))(ctx, inner, trimmed)
 
@@ -164,6 +163,8 @@ _TRIM: dict[AttentionRole, _Trim] = {
     AttentionRole.HOST_CONTEXT_LENGTHS: lambda half, _, __: half.context_lengths,
     AttentionRole.HOST_KV_CACHE_BLOCK_OFFSETS: lambda half, x, _: x[:, half.sequences],
     AttentionRole.HOST_CONTEXT_PROGRESS: lambda _, x, last: x if last else np.zeros_like(x),
+    AttentionRole.HOST_MAX_ATTENTION_WINDOW_SIZES: lambda _, x, __: x,
+    AttentionRole.HOST_SINK_TOKEN_LENGTH: lambda _, x, __: x,
 }
 
 

@@ -1,4 +1,4 @@
-"""Kernels of the plugins that communicate, of the join, and of the plugin matrix product.
+"""Kernels of the plugins that communicate, of the join, and of the plugin matrix products.
 
 Sums over ranks are taken in float32 in rank order, from parts gathered in rank order.
 """
@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.interpreter.numeric import matmul, normalised, rank_sum, rounded, widen
 from trtllm_tokenweave.interpreter.registry import KernelContext, kernel
-from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, NAMESPACE, STREAM_JOIN, VERSION, Half, shard_rows
+from trtllm_tokenweave.plugin_specs import (
+    ALL_REDUCE_RMS_NORM,
+    GEMM,
+    NAMESPACE,
+    STREAM_JOIN,
+    VERSION,
+    Half,
+    shard_rows,
+)
 from trtllm_tokenweave.recorder.plugin import Fields
 from trtllm_tokenweave.schedule import SplitPlan, plan_step
 from trtllm_tokenweave.table import TuningTable
@@ -113,6 +121,12 @@ def gemm(ctx: KernelContext, fields: Fields, inputs: list[Array]) -> list[Array]
     if alpha != 1.0:
         out = out * np.float32(alpha)
     return [rounded(out, inputs[0].dtype)]
+
+
+@kernel(GEMM, VERSION, NAMESPACE)
+def budgeted_gemm(ctx: KernelContext, fields: Fields, inputs: list[Array]) -> list[Array]:
+    """x @ weight, as TensorRT-LLM's Gemm has it; on how many SMs makes no difference to the result."""
+    return gemm(ctx, {"transb": fields["transb"]}, inputs[:2])
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,6 @@ interpreter are registered elsewhere, under the same (name, version, namespace).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,8 @@ FieldValue = Scalar | bytes | NDArray[Any]
 Fields = Mapping[str, FieldValue]
 PluginKey = tuple[str, str, str]
 
-_FIELD_DTYPES = {
+#: Numbers that a field may hold; CHAR fields hold bytes.
+FIELD_DTYPES = {
     PluginFieldType.INT8: np.int8,
     PluginFieldType.INT32: np.int32,
     PluginFieldType.INT64: np.int64,
@@ -72,7 +72,7 @@ class FieldSpec:
             raise NetworkError(what, where=where)
         if self.type is PluginFieldType.CHAR:
             return given.data if isinstance(given.data, bytes) else bytes(given.data)
-        values = np.ravel(np.asarray(given.data)).astype(_FIELD_DTYPES[self.type])
+        values = np.ravel(np.asarray(given.data)).astype(FIELD_DTYPES[self.type])
         if not self.is_list and values.size != 1:
             raise NetworkError(f"field {self.name!r} has {values.size} values, expected 1", where=where)
         for value in values.tolist():
@@ -171,7 +171,7 @@ class PluginCreator:
             if spec is not None:
                 fields[given.name] = spec.convert(given, where)
             elif self.spec.open_fields:
-                fields[given.name] = _plain(given)
+                fields[given.name] = plain_value(given)
             else:
                 raise NetworkError(f"unknown field {given.name!r}", where=where, fix=f"known: {', '.join(known)}")
         for spec in self.spec.fields:
@@ -182,7 +182,8 @@ class PluginCreator:
         return Plugin(self.spec, name, fields)
 
 
-def _plain(given: PluginField) -> FieldValue:
+def plain_value(given: PluginField) -> FieldValue:
+    """The value of a field whose description is not known: one number stands for itself."""
     if isinstance(given.data, bytes):
         return given.data
     values = np.ravel(given.data)
@@ -239,31 +240,6 @@ class IPluginV3Layer(_PluginLayer):
     """A layer run by a V3 plugin (ours)."""
 
     layer_type = LayerType.PLUGIN_V3
-
-
-def pack_fields(fields: Fields) -> bytes:
-    """Fields as bytes, to carry a plugin's inside another's (JSON; CHAR fields as hexadecimal digits)."""
-
-    def plain(value: FieldValue) -> Any:
-        if isinstance(value, bytes):
-            return {"bytes": value.hex()}
-        return value.tolist() if isinstance(value, np.ndarray) else value
-
-    return json.dumps({name: plain(value) for name, value in fields.items()}).encode()
-
-
-def unpack_fields(packed: bytes) -> dict[str, Any]:
-    """Inverse of :func:`pack_fields`; lists of numbers come back as lists.
-
-    Raises:
-        NetworkError: for bytes that hold no fields.
-    """
-    try:
-        document = json.loads(packed)
-        items = document.items()
-    except (ValueError, AttributeError):
-        raise NetworkError("the bytes hold no plugin fields", where="inner plugin") from None
-    return {n: bytes.fromhex(v["bytes"]) if isinstance(v, dict) else v for n, v in items}
 
 
 def opaque_spec(key: PluginKey, v2: bool, outputs: list[TensorDesc]) -> PluginSpec:

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <map>
 
+#include "../kernels/batch_split.h"
 #include "group.h"
 
 namespace tokenweave {
@@ -52,6 +53,19 @@ FakeGpu& gpu() {
 }
 
 }  // namespace test
+
+/// Works on the host's memory.
+cudaError_t launch_batch_split(const BatchSplitArgs& args, cudaStream_t stream) {
+  using test::gpu;
+  const int32_t counts[] = {args.halves[0].sequences.count, args.halves[1].sequences.count};
+  gpu().calls.push_back("split " + std::to_string(counts[0]) + " " + std::to_string(counts[1]) + " " +
+                        test::name_of(stream));
+  for (int half = 0; half < 2; ++half) {
+    for (int32_t i = 0; i < counts[half]; ++i) split_lengths(args, args.halves[half], i);
+  }
+  return test::answer("launch_batch_split");
+}
+
 }  // namespace tokenweave
 
 using namespace tokenweave::test;
@@ -63,8 +77,8 @@ cudaError_t cudaGetDevice(int* device) {
   return answer("cudaGetDevice");
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = gpu().compute_major;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? gpu().sm_count : gpu().compute_major;
   return answer("cudaDeviceGetAttribute");
 }
 
@@ -122,6 +136,15 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status)
 cudaError_t cudaMemcpyAsync(void*, const void*, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   gpu().calls.push_back("copy " + std::to_string(bytes) + " " + name_of(stream));
   return answer("cudaMemcpyAsync");
+}
+
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                              size_t height, cudaMemcpyKind, cudaStream_t stream) {
+  gpu().calls.push_back("copy " + std::to_string(height) + " x " + std::to_string(width) + " " + name_of(stream));
+  for (size_t i = 0; i < height; ++i) {
+    std::memcpy(static_cast<char*>(to) + i * to_pitch, static_cast<const char*>(from) + i * from_pitch, width);
+  }
+  return answer("cudaMemcpy2DAsync");
 }
 
 const char* twVersion(void) { return "0.1.0"; }

@@ -24,6 +24,7 @@ struct FakeGpu {
   bool work_is_over = true;        ///< what cudaEventQuery says
   int device = 0;
   int compute_major = 9;
+  int sm_count = 132;
   TwFabric fabric = TW_FABRIC_MULTIMEM;
   alignas(16) uint8_t tensor_memory[1024] = {};  ///< as much of it as the newest group asked for
 

@@ -4,30 +4,6 @@
 
 namespace tokenweave::test {
 
-FieldList& FieldList::put(Entry entry) {
-  remove(entry.name);
-  entries_.push_back(std::move(entry));
-  return *this;
-}
-
-FieldList& FieldList::remove(const std::string& name) {
-  entries_.erase(std::remove_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.name == name; }),
-                 entries_.end());
-  return *this;
-}
-
-bool FieldList::is_set(const std::string& flag) const {
-  return std::any_of(entries_.begin(), entries_.end(),
-                     [&](const Entry& e) { return e.name == flag && e.data[0] != 0; });
-}
-
-const nvinfer1::PluginFieldCollection* FieldList::collection() const {
-  fields_.clear();
-  for (const Entry& e : entries_) fields_.emplace_back(e.name.c_str(), e.data.data(), e.type, e.length);
-  collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
-  return &collection_;
-}
-
 FieldList start_fields(TensorRTPhase phase) {
   FieldList fields;
   fields.set("group", {2, 3}).set("tp_rank", 1).set("type_id", 7).set("eps", 1e-5f);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "fake_gpu.h"
+#include "field_list.h"
 #include "tokenweave/plugins.h"
 
 extern "C" nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count);
@@ -16,50 +17,9 @@ extern "C" nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count)
 namespace tokenweave::test {
 
 using nvinfer1::DataType;
-using nvinfer1::PluginFieldType;
 using nvinfer1::TensorRTPhase;
 
 constexpr int32_t kHidden = 64;
-
-/// A creator's arguments; keeps the values alive.
-class FieldList {
- public:
-  FieldList& set(const std::string& name, std::vector<int32_t> values) {
-    return put(name, PluginFieldType::kINT32, values);
-  }
-  FieldList& set(const std::string& name, int32_t value) { return set(name, std::vector<int32_t>{value}); }
-  FieldList& set(const std::string& name, float value) {
-    return put(name, PluginFieldType::kFLOAT32, std::vector<float>{value});
-  }
-  FieldList& flag(const std::string& name, int value) {
-    return put(name, PluginFieldType::kINT8, std::vector<int8_t>{static_cast<int8_t>(value)});
-  }
-  FieldList& bytes(const std::string& name, std::vector<uint8_t> value) {
-    return put(name, PluginFieldType::kCHAR, value);
-  }
-  FieldList& remove(const std::string& name);
-  bool is_set(const std::string& flag) const;
-
-  const nvinfer1::PluginFieldCollection* collection() const;
-
- private:
-  struct Entry {
-    std::string name;
-    PluginFieldType type;
-    std::vector<uint8_t> data;
-    int32_t length;
-  };
-  template <typename T>
-  FieldList& put(const std::string& name, PluginFieldType type, const std::vector<T>& values) {
-    const auto* data = reinterpret_cast<const uint8_t*>(values.data());
-    return put(Entry{name, type, {data, data + values.size() * sizeof(T)}, static_cast<int32_t>(values.size())});
-  }
-  FieldList& put(Entry entry);
-
-  std::vector<Entry> entries_;
-  mutable std::vector<nvinfer1::PluginField> fields_;
-  mutable nvinfer1::PluginFieldCollection collection_;
-};
 
 /// Two ranks, bfloat16, hidden size kHidden, at most 4096 of 8192 tokens, as the network or the engine (kRUNTIME) gives
 /// them.

@@ -21,6 +21,7 @@ std::ostream& operator<<(std::ostream& out, const Change& change) { return out <
 
 class StartFields : public testing::TestWithParam<Change> {};
 class JoinFields : public testing::TestWithParam<Change> {};
+class GemmFields : public testing::TestWithParam<Change> {};
 
 void check(const char* plugin, FieldList fields, const Change& change) {
   const std::string message = creation_error(plugin, change.apply(fields));
@@ -33,6 +34,9 @@ void check(const char* plugin, FieldList fields, const Change& change) {
 
 TEST_P(StartFields, AreChecked) { check("AllReduceRmsNorm", start_fields(TensorRTPhase::kBUILD), GetParam()); }
 TEST_P(JoinFields, AreChecked) { check("StreamJoin", join_fields(TensorRTPhase::kBUILD), GetParam()); }
+TEST_P(GemmFields, AreChecked) {
+  check("Gemm", FieldList().set("type_id", 7).flag("transb", 1).set("kind", 1), GetParam());
+}
 
 #define CHANGE(name, expression, expected)                                  \
   Change {                                                                  \
@@ -93,6 +97,25 @@ INSTANTIATE_TEST_SUITE_P(
                     CHANGE("Waits", .flag("waits", 2), "field 'waits' = 2 is outside 0..1"),
                     CHANGE("WaitsForNothing", .set("site", -1), "field 'waits' = 1 needs a site"),
                     CHANGE("Unknown", .set("group", {0}), "field 'group' is unknown")),
+    testing::PrintToStringParamName());
+
+INSTANTIATE_TEST_SUITE_P(Good, GemmFields,
+                         testing::Values(CHANGE("AsTheyAre", , ""), CHANGE("Attention", .set("kind", 0), ""),
+                                         CHANGE("Float", .set("type_id", 0), ""),
+                                         CHANGE("Half", .set("type_id", 1), ""),
+                                         CHANGE("NoFlag", .remove("transb"), ""),
+                                         CHANGE("EmptyTable", .bytes("table", {}), "")),
+                         testing::PrintToStringParamName());
+
+INSTANTIATE_TEST_SUITE_P(
+    Bad, GemmFields,
+    testing::Values(CHANGE("NoType", .remove("type_id"), "field 'type_id' is missing"),
+                    CHANGE("Int8Type", .set("type_id", 2), "field 'type_id' = 2 is not one of"),
+                    CHANGE("Transb", .flag("transb", 2), "field 'transb' = 2 is outside 0..1"),
+                    CHANGE("TransbInt32", .set("transb", 1), "field 'transb' has type INT32, expected INT8"),
+                    CHANGE("Kind", .set("kind", 2), "field 'kind' = 2 is outside 0..1"),
+                    CHANGE("Table", .bytes("table", {1, 2, 3}), "field 'table': tuning table has a wrong magic"),
+                    CHANGE("OfTensorRtLlm", .set("transa", 0), "field 'transa' is unknown")),
     testing::PrintToStringParamName());
 
 TEST(Fields, OfAnEngineAreChecked) {

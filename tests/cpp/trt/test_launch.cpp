@@ -1,29 +1,9 @@
 // Which launch configuration a step gets from the table in its engine.
-#include <fstream>
-#include <nlohmann/json.hpp>
-
 #include "layers.h"
+#include "table_vectors.h"
 
 namespace tokenweave::test {
 namespace {
-
-using nlohmann::json;
-
-const json& document(const std::string& name) {
-  static const json all = json::parse(std::ifstream(TOKENWEAVE_TABLE_VECTORS));
-  for (const json& table : all["tables"]) {
-    if (table["name"] == name) return table;
-  }
-  throw std::out_of_range(name);
-}
-
-std::vector<uint8_t> packed(const std::string& name) {
-  const std::string hex = document(name)["packed_hex"];
-  std::vector<uint8_t> bytes;
-  for (size_t i = 0; i < hex.size(); i += 2)
-    bytes.push_back(static_cast<uint8_t>(std::stoi(hex.substr(i, 2), nullptr, 16)));
-  return bytes;
-}
 
 /// Eight ranks, as the tables "batches" and "paper" are for; one site that is not split.
 FieldList fields(const std::string& table, int32_t kind = 0) {
@@ -37,12 +17,12 @@ TEST_F(Launch, IsTheRowsOfTheStep) {
   for (const int32_t kind : {0, 1}) {
     Start start{fields("batches", kind)};
     ASSERT_EQ(start.change_shape(), 0);
-    for (const json& step : document("batches")["cases"]) {
+    for (const nlohmann::json& step : document("batches")["cases"]) {
       const int64_t tokens = step["num_tokens"], batch = step["batch"];
       if (tokens == 0) continue;
       SCOPED_TRACE(step);
       ASSERT_EQ(start.run({tokens, tokens, batch}), 0);
-      const json& expected = step[kind == 0 ? "attention" : "mlp"];
+      const nlohmann::json& expected = step[kind == 0 ? "attention" : "mlp"];
       EXPECT_EQ(gpu().launch.ctas, expected["ctas"]);
       EXPECT_EQ(gpu().launch.threads, expected["threads"]);
       EXPECT_EQ(gpu().launch.fabric == TW_FABRIC_PEER, expected["fabric"] == "peer");

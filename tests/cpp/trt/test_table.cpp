@@ -6,22 +6,17 @@
 #include <vector>
 
 #include "table.h"
+#include "vectors.h"
 
 namespace tokenweave {
 namespace {
 
 using nlohmann::json;
+using test::bytes_of;
 
 const json& vectors() {
   static const json document = json::parse(std::ifstream(TOKENWEAVE_TABLE_VECTORS));
   return document;
-}
-
-std::vector<uint8_t> bytes_of(const std::string& hex) {
-  std::vector<uint8_t> bytes;
-  for (size_t i = 0; i + 1 < hex.size(); i += 2)
-    bytes.push_back(static_cast<uint8_t>(std::stoi(hex.substr(i, 2), nullptr, 16)));
-  return bytes;
 }
 
 Status read(const json& packed, TuningTable* table) {

@@ -1,0 +1,150 @@
+#include "all_reduce_plugin.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+
+#include "add_rms_norm.h"
+
+namespace tokenweave::reference {
+
+using nvinfer1::DataType;
+using nvinfer1::DynamicPluginTensorDesc;
+using nvinfer1::PluginTensorDesc;
+
+namespace {
+
+constexpr int32_t kTensor = 0, kWorkspace = 1;
+constexpr int32_t kSum = 0, kNormed = 0, kStored = 1;
+
+Status bad(const std::string& what) { return error(TW_INVALID_ARGUMENT, what); }
+
+/// AllReduceStrategy values of TensorRT-LLM 0.20 to 1.2 that are more than a sum.
+const std::map<int8_t, const char*>& refused_strategies() {
+  static const std::map<int8_t, const char*> names{{2, "UB"}, {6, "LOWPRECISION"}, {7, "MNNVL"}};
+  return names;
+}
+
+constexpr int8_t kLastStrategy = 8;  // NCCL_SYMMETRIC
+
+int64_t elements(const nvinfer1::Dims& dims) {
+  int64_t count = 1;
+  for (int32_t i = 0; i < dims.nbDims; ++i) count *= dims.d[i];
+  return count;
+}
+
+}  // namespace
+
+void AllReduceFields::visit(trt::FieldVisitor& visitor, nvinfer1::TensorRTPhase phase) {
+  constexpr auto kOptional = trt::Presence::kOptional;
+  visitor.int32s("group", &group, 0);
+  visitor.int32("type_id", &type_id, 0, trt::kNoLimit);
+  visitor.int8("strategy", &strategy, 0, kLastStrategy);
+  visitor.int8("config", &config, 0, INT8_MAX, kOptional);
+  visitor.int8("fusion_op", &fusion_op, 0, INT8_MAX);
+  visitor.int32("counter", &counter, 0, trt::kNoLimit, kOptional);
+  visitor.float32("eps", &eps, 0.0f, 1.0f);
+  visitor.flag("affine", &affine);
+  visitor.flag("bias", &bias);
+  visitor.flag("scale", &scale);
+  if (phase == nvinfer1::TensorRTPhase::kRUNTIME) visitor.flag("has_workspace", &has_workspace);
+}
+
+Status AllReduceFields::check(nvinfer1::TensorRTPhase) {
+  if (group.empty()) return bad("field 'group' has no ranks");
+  std::sort(group.begin(), group.end());
+  if (std::adjacent_find(group.begin(), group.end()) != group.end()) return bad("field 'group' has a rank twice");
+  TW_RETURN_IF_ERROR(trt::check_type_id(type_id));
+  if (const auto refused = refused_strategies().find(strategy); refused != refused_strategies().end()) {
+    return bad("field 'strategy' = " + std::to_string(strategy) + " (" + refused->second +
+               ") is not done here. Fix: NCCL (0) or AUTO (3)");
+  }
+  if (static_cast<FusionOp>(fusion_op) != FusionOp::kNone && !fused()) {
+    return bad("field 'fusion_op' = " + std::to_string(fusion_op) +
+               " is not done here. Fix: NONE (0) or RESIDUAL_RMS_NORM (1)");
+  }
+  return scale == 0 ? Status{} : bad("field 'scale' = 1 belongs to quantised outputs, which are not done here");
+}
+
+Status AllReducePlugin::start() {
+  return communicator_ != nullptr ? Status{} : Communicator::acquire(fields_.group, &communicator_);
+}
+
+Status AllReducePlugin::check_counts(int32_t inputs, int32_t outputs) const {
+  const bool workspace = inputs == num_tensors() + 1;
+  if ((inputs == num_tensors() || workspace) && outputs == getNbOutputs()) return {};
+  return bad("has " + std::to_string(inputs) + " inputs and " + std::to_string(outputs) + " outputs, expected " +
+             std::to_string(num_tensors()) + " inputs, or one more with a workspace, and " +
+             std::to_string(getNbOutputs()) + " outputs");
+}
+
+Status AllReducePlugin::check_hidden(int64_t hidden) const {
+  if (!fields_.fused() || (hidden > 0 && hidden % 8 == 0 && hidden <= kMaxHidden)) return {};
+  return bad("hidden size " + std::to_string(hidden) + " is not a multiple of 8 from 8 to " +
+             std::to_string(kMaxHidden));
+}
+
+nvinfer1::DimsExprs AllReducePlugin::getOutputDimensions(int32_t, const nvinfer1::DimsExprs* inputs, int32_t,
+                                                         nvinfer1::IExprBuilder&) noexcept {
+  nvinfer1::DimsExprs output{};
+  output.nbDims = -1;  // how an IPluginV2 says that it has none
+  run([&]() -> Status {
+    const nvinfer1::DimsExprs& tensor = inputs[kTensor];
+    if (tensor.nbDims < 1) return bad("the tensor has no dimensions");
+    const auto* const hidden = tensor.d[tensor.nbDims - 1];
+    if (hidden->isConstant()) TW_RETURN_IF_ERROR(check_hidden(hidden->getConstantValue()));
+    output = tensor;
+    return {};
+  });
+  return output;
+}
+
+bool AllReducePlugin::supportsFormatCombination(int32_t position, const PluginTensorDesc* descs, int32_t num_inputs,
+                                                int32_t num_outputs) noexcept {
+  if (run([&] { return check_counts(num_inputs, num_outputs); }) != 0) return false;
+  if (descs[position].format != nvinfer1::TensorFormat::kLINEAR) return false;
+  const bool workspace = position == kWorkspace && num_inputs > num_tensors();
+  return descs[position].type == (workspace ? DataType::kINT64 : static_cast<DataType>(fields_.type_id));
+}
+
+void AllReducePlugin::configurePlugin(const DynamicPluginTensorDesc*, int32_t num_inputs,
+                                      const DynamicPluginTensorDesc*, int32_t num_outputs) noexcept {
+  run([&]() -> Status {
+    TW_RETURN_IF_ERROR(check_counts(num_inputs, num_outputs));
+    fields_.has_workspace = num_inputs > num_tensors() ? 1 : 0;
+    return {};
+  });
+}
+
+Status AllReducePlugin::add_and_normalise(const nvinfer1::Dims& dims, const void* const* rest, void* const* outputs,
+                                          cudaStream_t stream) const {
+  TW_RETURN_IF_ERROR(check_hidden(dims.d[dims.nbDims - 1]));
+  AddRmsNorm call;
+  call.dtype = static_cast<TwDataType>(fields_.type_id);
+  call.hidden = static_cast<int32_t>(dims.d[dims.nbDims - 1]);
+  call.rows = elements(dims) / call.hidden;
+  call.eps = fields_.eps;
+  call.input = outputs[kStored];
+  call.bias = fields_.bias != 0 ? *rest++ : nullptr;
+  call.residual = *rest++;
+  call.norm_weight = fields_.affine != 0 ? *rest : nullptr;
+  call.normed = outputs[kNormed];
+  call.stored = outputs[kStored];
+  return add_rms_norm(call, stream);
+}
+
+int32_t AllReducePlugin::enqueue(const PluginTensorDesc* input_descs, const PluginTensorDesc*,
+                                 const void* const* inputs, void* const* outputs, void*, cudaStream_t stream) noexcept {
+  return run([&]() -> Status {
+    if (inert()) return {};
+    if (communicator_ == nullptr) return error(TW_INTERNAL, "was run without being initialised");
+    const nvinfer1::Dims& dims = input_descs[kTensor].dims;
+    void* const sum = outputs[fields_.fused() ? kStored : kSum];
+    TW_RETURN_IF_ERROR(communicator_->all_reduce(inputs[kTensor], sum, static_cast<size_t>(elements(dims)),
+                                                 static_cast<TwDataType>(fields_.type_id), stream));
+    if (!fields_.fused()) return {};
+    return add_and_normalise(dims, inputs + 1 + fields_.has_workspace, outputs, stream);
+  });
+}
+
+}  // namespace tokenweave::reference

@@ -1,0 +1,104 @@
+#include "communicator.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "cuda_status.h"
+#include "env.h"
+
+namespace tokenweave::reference {
+namespace {
+
+using Key = std::pair<int, std::vector<int32_t>>;  // device, group
+
+struct Registry {
+  std::mutex mutex;
+  std::map<Key, std::weak_ptr<Communicator>> communicators;
+};
+
+Registry& registry() {
+  static auto* all = new Registry;  // never freed: plugins may be destroyed while the process ends
+  return *all;
+}
+
+NcclDataType nccl_type(TwDataType dtype) {
+  return dtype == TW_FLOAT ? kNcclFloat32 : dtype == TW_HALF ? kNcclFloat16 : kNcclBfloat16;
+}
+
+}  // namespace
+
+Status Communicator::acquire(const std::vector<int32_t>& group, std::shared_ptr<Communicator>* communicator) {
+  Key key{0, group};
+  TW_RETURN_IF_ERROR(cuda_status(cudaGetDevice(&key.first), "cudaGetDevice"));
+  std::shared_ptr<Communicator> found;
+  {
+    Registry& all = registry();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    std::weak_ptr<Communicator>& known = all.communicators[key];
+    found = known.lock();
+    if (found == nullptr) known = found = std::make_shared<Communicator>(group);
+  }
+  TW_RETURN_IF_ERROR(found->meet());
+  *communicator = std::move(found);
+  return {};
+}
+
+Communicator::~Communicator() {
+  if (comm_ != nullptr) (void)nccl_.CommDestroy(comm_);
+}
+
+Status Communicator::find_rank(int* rank) const {
+  *rank = 0;
+  if (group_.size() == 1) return {};
+  int in_world = 0;
+  TW_RETURN_IF_ERROR(world_rank(&in_world));
+  const auto found = std::find(group_.begin(), group_.end(), in_world);
+  *rank = static_cast<int>(found - group_.begin());
+  if (found != group_.end()) return {};
+  return error(TW_INVALID_ARGUMENT, "this process is rank " + std::to_string(in_world) +
+                                        ", which is not in field 'group'. Fix: load the engine of this rank");
+}
+
+Status Communicator::meet() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (comm_ != nullptr) return {};
+  const Environment env = environment();
+  BootstrapOptions options{0, static_cast<int>(group_.size()), std::chrono::milliseconds(env.timeout_ms), env.bootstrap,
+                           group_};
+  TW_RETURN_IF_ERROR(find_rank(&options.rank));
+  if (options.address.empty() && options.size > 1) {
+    TW_RETURN_IF_ERROR(exchange_address_by_mpi(options, &options.address));
+  }
+  std::unique_ptr<Bootstrap> bootstrap;
+  TW_RETURN_IF_ERROR(connect_bootstrap(options, &bootstrap));
+  return start(*bootstrap);
+}
+
+Status Communicator::start(Bootstrap& bootstrap) {
+  // Everything that can fail on one rank alone comes before the call in which NCCL waits for all.
+  NcclUniqueId id{};
+  Status ready = load_nccl(&nccl_);
+  if (ready.ok() && bootstrap.rank() == 0) ready = nccl_status(nccl_, nccl_.GetUniqueId(&id), "ncclGetUniqueId");
+  TW_RETURN_IF_ERROR(agree(bootstrap, "preparing NCCL", ready));
+  std::vector<NcclUniqueId> ids;
+  TW_RETURN_IF_ERROR(all_gather(bootstrap, "NCCL's id", id, &ids));
+  NcclComm comm = nullptr;
+  const NcclResult result = nccl_.CommInitRank(&comm, bootstrap.size(), ids[0], bootstrap.rank());
+  const Status started = agree(bootstrap, "starting NCCL", nccl_status(nccl_, result, "ncclCommInitRank"));
+  if (started.ok()) {
+    comm_ = comm;
+  } else if (result == kNcclSuccess) {
+    (void)nccl_.CommAbort(comm);
+  }
+  return started;
+}
+
+Status Communicator::all_reduce(const void* input, void* sum, size_t count, TwDataType dtype, cudaStream_t stream) {
+  if (count == 0) return {};
+  return nccl_status(nccl_, nccl_.AllReduce(input, sum, count, nccl_type(dtype), kNcclSum, comm_, stream),
+                     "ncclAllReduce");
+}
+
+}  // namespace tokenweave::reference

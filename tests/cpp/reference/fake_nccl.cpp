@@ -1,0 +1,64 @@
+#include "fake_nccl.h"
+
+#include <cstring>
+
+namespace tokenweave::test {
+
+FakeNccl& nccl() {
+  static FakeNccl fake;
+  return fake;
+}
+
+namespace {
+
+struct UniqueId {
+  char internal[128];
+};
+
+int answer(const char* function) { return nccl().failing == function ? 2 : 0; }
+
+void write_down(const std::string& call) { nccl().calls.push_back(call); }
+
+}  // namespace
+}  // namespace tokenweave::test
+
+using namespace tokenweave::test;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+const char* ncclGetErrorString(int) { return "unhandled system error"; }
+
+int ncclGetUniqueId(UniqueId* id) {
+  std::strncpy(id->internal, nccl().id.c_str(), sizeof id->internal - 1);
+  return answer("ncclGetUniqueId");
+}
+
+int ncclCommInitRank(void** communicator, int size, UniqueId id, int rank) {
+  write_down("init " + std::to_string(size) + " ranks as " + std::to_string(rank) + " by " + id.internal);
+  const int result = answer("ncclCommInitRank");
+  if (result == 0) {
+    *communicator = &nccl();
+    ++nccl().communicators;
+  }
+  return result;
+}
+
+int ncclCommDestroy(void*) {
+  --nccl().communicators;
+  return 0;
+}
+
+int ncclCommAbort(void*) {
+  write_down("abort");
+  --nccl().communicators;
+  return 0;
+}
+
+int ncclAllReduce(const void*, void*, size_t count, int type, int op, void*, cudaStream_t) {
+  write_down("sum " + std::to_string(count) + " of type " + std::to_string(type) + (op == 0 ? "" : ", not a sum"));
+  return answer("ncclAllReduce");
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,20 @@
+// A shared library that stands in for NCCL (it has its file name and functions): it writes down what it is asked.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <vector>
+
+namespace tokenweave::test {
+
+struct FakeNccl {
+  std::string failing;             ///< the function that fails, for example "ncclCommInitRank"
+  std::string id = "made here";    ///< of the communicators that start in this process
+  std::vector<std::string> calls;  ///< for example "init 2 ranks as 1 by id"
+  int communicators = 0;           ///< alive
+};
+
+__attribute__((visibility("default"))) FakeNccl& nccl();
+
+}  // namespace tokenweave::test

@@ -1,0 +1,84 @@
+// Ranks that meet, one process each.
+#include <cstdlib>
+
+#include "../ranks.h"
+#include "communicator.h"
+#include "fake_nccl.h"
+#include "v2_layers.h"
+
+namespace tokenweave::test {
+namespace {
+
+using reference::Communicator;
+
+/// What one rank of the group got: the calls of its NCCL, or why it has no communicator.
+std::string meet(const std::string& address, const char* rank, const std::vector<int32_t>& group,
+                 const char* failing = "") {
+  setenv("TOKENWEAVE_BOOTSTRAP", address.c_str(), 1);
+  setenv("TOKENWEAVE_TIMEOUT_MS", "5000", 1);
+  rank != nullptr ? setenv("TOKENWEAVE_RANK", rank, 1) : unsetenv("TOKENWEAVE_RANK");
+  nccl() = FakeNccl{};
+  nccl().id = "the id of process " + std::string(rank != nullptr ? rank : "?");
+  nccl().failing = failing;
+  std::shared_ptr<Communicator> communicator;
+  const Status status = Communicator::acquire(group, &communicator);
+  std::string text = status.message;
+  for (const std::string& call : nccl().calls) text += (text.empty() ? "" : "; ") + call;
+  return text + (status.ok() == (communicator != nullptr) && status.ok() == (nccl().communicators == 1) ? "" : " LEFT");
+}
+
+TEST(Communicator, RanksShareTheIdOfTheFirst) {
+  const std::string address = fresh_address();
+  const char* const world_ranks[] = {"4", "6", "7"};
+  const auto texts = run_processes(3, [&](int rank) { return meet(address, world_ranks[rank], {4, 6, 7}); });
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT_EQ(texts[rank], "init 3 ranks as " + std::to_string(rank) + " by the id of process 4");
+  }
+}
+
+TEST(Communicator, AllRanksFailWhereOneDoes) {
+  const std::string why = "failed: unhandled system error (2)";
+  {
+    const std::string address = fresh_address();
+    const auto texts = run_processes(
+        2, [&](int rank) { return meet(address, rank == 0 ? "0" : "1", {0, 1}, rank == 1 ? "ncclCommInitRank" : ""); });
+    // Both got to NCCL; what one rank has of it is taken down again.
+    const std::string message = "rank 1: ncclCommInitRank " + why;
+    EXPECT_EQ(texts[0], message + "; init 2 ranks as 0 by the id of process 0; abort");
+    EXPECT_EQ(texts[1], message + "; init 2 ranks as 1 by the id of process 0");
+  }
+  {
+    const std::string address = fresh_address();
+    const auto texts = run_processes(
+        2, [&](int rank) { return meet(address, rank == 0 ? "0" : "1", {0, 1}, rank == 0 ? "ncclGetUniqueId" : ""); });
+    // Nobody gets to NCCL, where the others would wait.
+    for (const std::string& text : texts) EXPECT_EQ(text, "rank 0: ncclGetUniqueId " + why);
+  }
+}
+
+TEST(Communicator, NeedsToKnowItsRank) {
+  const auto texts = run_processes(1, [&](int) { return meet(fresh_address(), nullptr, {0, 1}); });
+  EXPECT_EQ(texts[0], "no way to tell this process's rank: TOKENWEAVE_RANK is not set and Open MPI is not initialised");
+  for (const char* rank : {"-1", "one", "1x", "99999999999"}) {
+    EXPECT_EQ(run_processes(1, [&](int) { return meet(fresh_address(), rank, {0, 1}); })[0], texts[0]) << rank;
+  }
+  const auto outside = run_processes(1, [&](int) { return meet(fresh_address(), "2", {0, 1}); });
+  EXPECT_EQ(outside[0], "this process is rank 2, which is not in field 'group'. Fix: load the engine of this rank");
+}
+
+TEST(Communicator, AGroupOfOneNeedsNothing) {
+  EXPECT_EQ(run_processes(1, [](int) { return meet("", nullptr, {9}); })[0],
+            "init 1 ranks as 0 by the id of process ?");
+}
+
+TEST(LoadNccl, NamesWhatItTried) {
+  reference::NcclTable table{};
+  const Status status = reference::load_nccl(&table, {"libnot-there.so.2"});
+  EXPECT_EQ(status.code, TW_UNSUPPORTED);
+  EXPECT_EQ(status.message.find("cannot load libnot-there.so.2: "), 0u) << status.message;
+  EXPECT_NE(status.message.find("Fix: install NCCL 2"), std::string::npos) << status.message;
+  EXPECT_EQ(reference::load_nccl(&table, {"libm.so.6"}).message.find("libm.so.6 has no ncclGetErrorString. Fix: "), 0u);
+}
+
+}  // namespace
+}  // namespace tokenweave::test

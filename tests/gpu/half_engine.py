@@ -1,0 +1,144 @@
+"""One half's attention in an engine: TokenWeaveBatchSplit, and TokenWeaveAttention with the reference plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu.attention_model import MAX_SEQUENCES, MAX_TOKENS, AttentionModel, Tensors
+from trtllm_tokenweave import trt as seam
+from trtllm_tokenweave.attention_roles import attention_roles
+from trtllm_tokenweave.config import building
+from trtllm_tokenweave.libraries import find_library
+from trtllm_tokenweave.plugin_library import plugin_library, register
+from trtllm_tokenweave.plugin_specs import ATTENTION, BATCH_SPLIT, NAMESPACE, VERSION, AttentionRole, Half
+from trtllm_tokenweave.recorder.packed_fields import pack_fields
+from trtllm_tokenweave.recorder.plugin import FieldValue
+from trtllm_tokenweave.recorder.trtllm_plugins import GPT_ATTENTION
+from trtllm_tokenweave.tensorrt_module import logger, tensorrt
+
+#: Device tensors that TokenWeaveBatchSplit makes, in the order of its outputs.
+DEVICE = ("sequence_length", "context_lengths", "kv_cache_block_offsets", "cache_indirection")
+_TYPES = {torch.float16: "HALF", torch.bfloat16: "BF16", torch.float32: "FLOAT", torch.int32: "INT32"}
+#: Roles of the tensors whose first dimension, or second (block tables), is the number of sequences.
+_SEQUENCES = {
+    AttentionRole.SEQUENCE_LENGTH: 0,
+    AttentionRole.HOST_PAST_KEY_VALUE_LENGTHS: 0,
+    AttentionRole.CONTEXT_LENGTHS: 0,
+    AttentionRole.CACHE_INDIRECTION: 0,
+    AttentionRole.HOST_REQUEST_TYPES: 0,
+    AttentionRole.HOST_CONTEXT_LENGTHS: 0,
+    AttentionRole.KV_CACHE_BLOCK_OFFSETS: 1,
+    AttentionRole.HOST_KV_CACHE_BLOCK_OFFSETS: 1,
+}
+PREFIX_REF = "prefix_ref"
+
+
+class HalfEngine:
+    """The engine's inputs are those of the layer, with the half's rows of qkv, and a tensor of the prefix's rows."""
+
+    def __init__(self, model: AttentionModel, half: Half) -> None:
+        plugin_library()
+        register(Path(str(find_library("tokenweave_reference"))), (GPT_ATTENTION[0],), GPT_ATTENTION[2])
+        self.model, self.half, trt = model, half, tensorrt()
+        with building():
+            builder = trt.Builder(logger())
+            network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+            profile = builder.create_optimization_profile()
+            output = self._layers(network, self._inputs(network, profile))
+            output.name = "output"
+            network.mark_output(output)
+            config = builder.create_builder_config()
+            config.add_optimization_profile(profile)
+            plan = builder.build_serialized_network(network, config)
+            assert plan is not None, "TensorRT built no engine"
+        self._engine = trt.Runtime(logger()).deserialize_cuda_engine(plan)
+        assert self._engine is not None, "TensorRT cannot load the engine"
+        self._context = self._engine.create_execution_context()
+        assert self._context is not None, "TensorRT made no execution context"
+        self._kept: list[torch.Tensor] = []
+
+    def _inputs(self, network: Any, profile: Any) -> dict[str, Any]:
+        """Network inputs by name; sequences and rows are dynamic."""
+        trt = tensorrt()
+        step = self.model.step([(0, 1, True)])
+        examples = dict(zip(self.model.names, self.model.inputs(step), strict=True))
+        roles = dict(zip(self.model.names, attention_roles(self.model.fields), strict=True))
+        made = {}
+        for name, example in examples.items():
+            shape, axis, bounds = list(example.shape), _SEQUENCES.get(roles[name]), (1, MAX_SEQUENCES)
+            if name == "qkv":
+                axis, bounds = 0, (0, MAX_TOKENS)
+            kind = getattr(trt.DataType, _TYPES.get(example.dtype, "INT64"))
+            made[name] = _add_input(network, profile, (name, kind, shape), axis, bounds)
+        kind = trt.DataType.INT32
+        made[PREFIX_REF] = _add_input(network, profile, (PREFIX_REF, kind, [1, 1]), 0, (0, MAX_TOKENS))
+        return made
+
+    def _layers(self, network: Any, inputs: dict[str, Any]) -> Any:
+        """Both plugins; returns the half's output."""
+        fields = self.model.fields
+        read = [inputs[name] for name in (PREFIX_REF, "host_request_types", "host_context_lengths", *DEVICE)]
+        split = seam.add_plugin(network, (BATCH_SPLIT, VERSION, NAMESPACE), "split", {}, read)
+        given = dict(inputs)
+        for i, name in enumerate(DEVICE):
+            given[name] = split.get_output(i + int(self.half) * len(DEVICE))
+        inner = dict(zip(("inner_name", "inner_version", "inner_namespace"), GPT_ATTENTION, strict=True))
+        wrapper: dict[str, FieldValue] = {
+            "half": int(self.half),
+            "num_heads": self.model.heads.num_heads,
+            "head_size": self.model.heads.head_size,
+            **{name: part.encode() for name, part in inner.items()},
+            "inner": pack_fields(seam.plugin_fields(GPT_ATTENTION, fields)),
+            "roles": np.asarray(attention_roles(fields), np.int32),
+        }
+        tensors = [given[name] for name in self.model.names]
+        return seam.add_plugin(network, (ATTENTION, VERSION, NAMESPACE), "half", wrapper, tensors).get_output(0)
+
+    def bind(self, tensors: Tensors, prefix_rows: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Give the context a step's tensors; returns the inputs by name, and the half's output."""
+        rows = slice(prefix_rows) if self.half is Half.PREFIX else slice(prefix_rows, None)
+        own = tensors | {"qkv": tensors["qkv"][rows]}
+        bound = dict(zip(self.model.names, self.model.inputs(own), strict=True))
+        bound[PREFIX_REF] = torch.zeros((prefix_rows, 1), dtype=torch.int32, device="cuda")
+        output = self.model.output(len(own["qkv"]))
+        self._kept = []
+        for name, tensor in [*bound.items(), ("output", output)]:
+            # TensorRT takes no null address, which is what torch gives an empty tensor.
+            held = tensor if tensor.numel() else tensor.new_empty(1)
+            self._kept.append(held)
+            if name != "output":
+                assert self._context.set_input_shape(name, tuple(tensor.shape)), name
+            assert self._context.set_tensor_address(name, held.data_ptr()), name
+        return bound, output
+
+    def enqueue(self) -> bool:
+        """Queue a step on torch's current stream."""
+        return bool(self._context.execute_async_v3(torch.cuda.current_stream().cuda_stream))
+
+    def run(self, tensors: Tensors, prefix_rows: int) -> torch.Tensor:
+        """One step; the half's output."""
+        _, output = self.bind(tensors, prefix_rows)
+        torch.cuda.synchronize()
+        assert self.enqueue(), "the step failed: see TensorRT's log"
+        torch.cuda.synchronize()
+        return output
+
+
+def _add_input(
+    network: Any, profile: Any, given: tuple[str, Any, Sequence[int]], axis: int | None, bounds: tuple[int, int]
+) -> Any:
+    """An input of (name, type, shape); its size along ``axis`` may be anything in ``bounds``."""
+    name, kind, shape = given
+
+    def sized(size: int) -> tuple[int, ...]:
+        return tuple(size if i == axis else length for i, length in enumerate(shape))
+
+    tensor = network.add_input(name, kind, sized(-1))
+    if axis is not None:
+        profile.set_shape(name, sized(bounds[0]), sized(bounds[1]), sized(bounds[1]))
+    return tensor
