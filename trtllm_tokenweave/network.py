@@ -13,11 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from trtllm_tokenweave import recorder
+from trtllm_tokenweave import trt
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.recorder.plugin import Fields, PluginKey
 from trtllm_tokenweave.topology import producers_first
-from trtllm_tokenweave.trt import layer_kind
+
+#: Inputs that, where connected, take the place of an attribute; TensorRT then warns of each reading of it.
+_REPLACES = {
+    ("SHUFFLE", "reshape_dims"): 1,
+    ("SLICE", "start"): 1,
+    ("SLICE", "shape"): 2,
+    ("SLICE", "stride"): 3,
+}
 
 
 @dataclass(eq=False, slots=True)
@@ -52,6 +59,13 @@ class Node:
         op = getattr(self.layer, "op", None)
         return "" if op is None else str(op.name)
 
+    def attribute(self, name: str) -> Any:
+        """An attribute of the layer as a value that compares; None where it is not set, or an input replaces it."""
+        position = _REPLACES.get((self.kind, name))
+        if position is not None and position < len(self.inputs) and self.inputs[position] is not None:
+            return None
+        return trt.attribute(self.layer, name)
+
     def __hash__(self) -> int:
         return self.index
 
@@ -75,7 +89,7 @@ class Graph:
             self._own(network.get_input(i))
         self.inputs = list(self.tensors)
         for i in range(network.num_layers):
-            self._add(i, network.get_layer(i))
+            self._add(i, *trt.get_layer(network, i))
         for node in self.nodes:
             for position, name in enumerate(node.inputs):
                 if name is not None:
@@ -90,8 +104,7 @@ class Graph:
         self.readers[name] = []
         return name
 
-    def _add(self, index: int, layer: Any) -> None:
-        kind = layer_kind(self.network, layer)
+    def _add(self, index: int, layer: Any, kind: str) -> None:
         inputs = [None if (t := layer.get_input(i)) is None else str(t.name) for i in range(layer.num_inputs)]
         outputs = [self._own(layer.get_output(i)) for i in range(layer.num_outputs)]
         node = Node(index, layer, kind, inputs, outputs)
@@ -99,9 +112,7 @@ class Graph:
             raise UserError("two layers have this name", where=f"layer {node.name}")
         self.named[node.name] = node
         if kind in ("PLUGIN_V2", "PLUGIN_V3"):
-            plugin = layer.plugin
-            node.plugin_key = (plugin.plugin_type, plugin.plugin_version, plugin.plugin_namespace)
-            node._fields = getattr(plugin, "fields", None)
+            node.plugin_key, node._fields = trt.plugin_of(self.network, layer)
         self.nodes.append(node)
         for name in outputs:
             self.producer[name] = node
@@ -179,8 +190,13 @@ class Graph:
         return known[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor; -1 where known only at run time."""
-        return tuple(self.tensors[name].shape)
+        """Shape of a tensor; -1 where known only at run time, also for a rank that TensorRT does not know."""
+        dims = trt.dims_or_none(self.tensors[name].shape)
+        return (-1,) if dims is None else dims
+
+    def elements(self, name: str) -> int:
+        """Number of elements of a tensor of known shape."""
+        return int(np.prod(self.shape(name), dtype=np.int64))
 
     def dtype(self, name: str) -> str:
         """DataType name of a tensor ("BF16")."""
@@ -195,8 +211,7 @@ class Graph:
         while node is not None and node.kind in ("SHUFFLE", "CAST", "IDENTITY"):
             source = node.inputs[0]
             node = None if source is None else self.producer.get(source)
-        if node is None or node.kind != "CONSTANT" or int(np.prod(node.layer.shape, dtype=np.int64)) != 1:
+        if node is None or node.kind != "CONSTANT" or self.elements(node.outputs[0]) != 1:
             return None
-        weights = node.layer.weights
-        array = weights.array if isinstance(weights, recorder.Weights) else np.asarray(weights)
+        array = trt.constant_values(self.network, node.layer)
         return None if array is None else float(np.ravel(array)[0])

@@ -6,7 +6,9 @@ runs unchanged on a ``tensorrt.INetworkDefinition`` and on a :class:`RecordedNet
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,24 +16,94 @@ from numpy.typing import NDArray
 
 from trtllm_tokenweave import recorder
 from trtllm_tokenweave.errors import UserError
-from trtllm_tokenweave.recorder.plugin import FieldValue, PluginKey
+from trtllm_tokenweave.recorder.plugin import Fields, FieldValue, PluginKey
 from trtllm_tokenweave.recorder.tensor import Shape
+from trtllm_tokenweave.tensorrt_module import tensorrt
+
+
+@dataclass
+class _Notes:
+    """What TensorRT's Python objects do not tell, or do not keep alive: by layer name, of one network.
+
+    A V3 plugin does not say its type, no plugin its fields; weights given by address are not kept.
+    """
+
+    plugins: dict[str, tuple[PluginKey, Fields]] = field(default_factory=dict)
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+
+_NOTES: weakref.WeakKeyDictionary[Any, _Notes] = weakref.WeakKeyDictionary()
+
+
+def _notes(network: Any) -> _Notes:
+    return _NOTES.setdefault(network, _Notes())
 
 
 def object_model(network: Any) -> Any:
     """Return the module whose enumerations and registry belong to ``network``."""
-    if isinstance(network, recorder.RecordedNetwork):
-        return recorder
-    import tensorrt
-
-    return tensorrt
+    return recorder if isinstance(network, recorder.RecordedNetwork) else tensorrt()
 
 
-def layer_kind(network: Any, layer: Any) -> str:
-    """Return the LayerType name of ``layer`` ("ELEMENTWISE"), also for an activation layer."""
+#: Concrete classes of TensorRT's layers, by LayerType name: ``INetworkDefinition.get_layer`` returns the base class.
+_CLASSES = {
+    "ACTIVATION": "IActivationLayer",
+    "CAST": "ICastLayer",
+    "CONCATENATION": "IConcatenationLayer",
+    "CONSTANT": "IConstantLayer",
+    "ELEMENTWISE": "IElementWiseLayer",
+    "GATHER": "IGatherLayer",
+    "IDENTITY": "IIdentityLayer",
+    "MATRIX_MULTIPLY": "IMatrixMultiplyLayer",
+    "PLUGIN_V2": "IPluginV2Layer",
+    "PLUGIN_V3": "IPluginV3Layer",
+    "REDUCE": "IReduceLayer",
+    "SELECT": "ISelectLayer",
+    "SHAPE": "IShapeLayer",
+    "SHUFFLE": "IShuffleLayer",
+    "SLICE": "ISliceLayer",
+    "SOFTMAX": "ISoftMaxLayer",
+    "TOPK": "ITopKLayer",
+    "UNARY": "IUnaryLayer",
+}
+
+
+def get_layer(network: Any, index: int) -> tuple[Any, str]:
+    """Layer ``index`` with the attributes of its kind, and that kind: its LayerType name ("ELEMENTWISE")."""
+    layer = network.get_layer(index)
     if isinstance(layer, recorder.ILayer):
-        return layer.layer_type.name
-    return str(object_model(network).ILayer.type.__get__(layer).name)
+        return layer, layer.layer_type.name
+    trt = object_model(network)
+    # Not ``layer.type``: an activation layer's is its function.
+    kind = str(trt.ILayer.type.__get__(layer).name)
+    if kind in _CLASSES:
+        layer.__class__ = getattr(trt, _CLASSES[kind])
+    return layer, kind
+
+
+def note_plugin(network: Any, layer: str, key: PluginKey, fields: Fields) -> None:
+    """Remember what the layer of that name runs, for a plugin that was not made by :func:`add_plugin`."""
+    if not isinstance(network, recorder.RecordedNetwork):
+        _notes(network).plugins[layer] = (key, fields)
+
+
+def plugin_of(network: Any, layer: Any) -> tuple[PluginKey, Fields]:
+    """Creator's key and fields of a plugin layer; as far as they are known."""
+    noted = _NOTES[network].plugins.get(str(layer.name)) if network in _NOTES else None
+    if noted is not None:
+        return noted
+    plugin = layer.plugin
+    key = tuple(str(getattr(plugin, f"plugin_{part}", "")) for part in ("type", "version", "namespace"))
+    return (key[0], key[1], key[2]), getattr(plugin, "fields", {})
+
+
+def constant_values(network: Any, layer: Any) -> NDArray[Any] | None:
+    """Values of a constant layer; None where it has none yet, or TensorRT does not hand them out (BF16)."""
+    if network in _NOTES and str(layer.name) in _NOTES[network].arrays:
+        return _NOTES[network].arrays[str(layer.name)]
+    weights = layer.weights
+    if isinstance(weights, recorder.Weights):
+        return weights.array
+    return weights if isinstance(weights, np.ndarray) else None
 
 
 def constant(
@@ -41,32 +113,47 @@ def constant(
 
     Args:
         network: The network to add to.
-        array: Values (kept by reference: the caller keeps them alive), or None for a shape without values.
+        array: Values, kept by reference; or None for a shape without values (recorded networks only).
         shape: Shape when ``array`` is None; else a reshape of the values.
         dtype: DataType of the object model, needed when ``array`` is None.
         name: Layer name.
+
+    Raises:
+        UserError: for a constant without values in a TensorRT network.
     """
     trt = object_model(network)
     dims = tuple(array.shape) if shape is None and array is not None else tuple(shape or ())
-    if array is None:
-        weights = trt.Weights(dtype, int(np.prod(dims, dtype=np.int64)))
-    elif trt is recorder:
-        weights = trt.Weights(array)
+    held = None
+    if trt is recorder:
+        weights = trt.Weights(dtype, int(np.prod(dims, dtype=np.int64))) if array is None else trt.Weights(array)
+    elif array is None:
+        raise UserError("has no values", where=f"constant {name!r}", fix="give the checkpoint's weights")
     else:
-        kind = getattr(trt.DataType, recorder.dtype_of(array).name)
-        weights = trt.Weights(kind, array.ctypes.data, array.size)
+        held = np.ascontiguousarray(array)
+        kind = getattr(trt.DataType, recorder.dtype_of(held).name)
+        weights = trt.Weights(kind, held.ctypes.data, held.size)
     layer = network.add_constant(dims, weights)
     if name:
         layer.name = name
+    if held is not None:
+        _notes(network).arrays[str(layer.name)] = held
     return layer.get_output(0)
 
 
 def dims_or_none(dims: Any) -> Shape | None:
     """Dimensions as a tuple, None where they are not set (TensorRT then has Dims of a negative length)."""
     try:
-        return None if dims is None else tuple(int(d) for d in dims)
+        return None if dims is None else tuple(int(dims[i]) for i in range(len(dims)))
     except ValueError:
         return None
+
+
+def attribute(layer: Any, name: str) -> Any:
+    """An attribute of a layer as a value that compares: Dims and Permutation as tuples, None where not set."""
+    value = getattr(layer, name)
+    if value is None or isinstance(value, int | float | str) or hasattr(value, "name"):
+        return value
+    return dims_or_none(value)
 
 
 def create_plugin(network: Any, key: PluginKey, name: str, fields: Mapping[str, FieldValue]) -> Any:
@@ -75,26 +162,51 @@ def create_plugin(network: Any, key: PluginKey, name: str, fields: Mapping[str, 
     Raises:
         UserError: when no library has registered the creator, or it refuses the fields.
     """
+    recorded = _recorded_plugin(key, name, fields)
     trt = object_model(network)
-    known = recorder.get_plugin_registry().get_creator(*key)
+    if trt is recorder:
+        return recorded
     registry = trt.get_plugin_registry()
-    creator = registry.get_creator(*key) or getattr(registry, "get_plugin_creator", registry.get_creator)(*key)
-    if creator is None or known is None:
-        raise UserError(
-            f"no plugin creator {key[0]!r} version {key[1]} in namespace {key[2]!r}",
-            where="plugin registry",
-            fix="load the plugin library first",
-        )
-    listed = {f.name: f.type.name for f in known.spec.fields}
-    collection = []
-    for field_name, value in fields.items():
-        kind = listed.get(field_name) or _type_of(value)
-        collection.append(trt.PluginField(field_name, _field_data(value, kind), getattr(trt.PluginFieldType, kind)))
-    args = (name, trt.PluginFieldCollection(collection))
-    plugin = creator.create_plugin(*args) if known.spec.v2 else creator.create_plugin(*args, trt.TensorRTPhase.BUILD)
+    creator = registry.get_creator(*key)
+    if creator is None:
+        raise _no_creator(key)
+    typed = _typed(key, fields, trt.PluginFieldType)  # held until the plugin is made: PluginField keeps an address only
+    collection = trt.PluginFieldCollection(
+        # TensorRT knows no field without data: an empty one is left out, and so takes its default.
+        [trt.PluginField(*field) for field in typed if len(field[1])]
+    )
+    args = (name, collection)
+    plugin = creator.create_plugin(*args) if recorded.spec.v2 else creator.create_plugin(*args, trt.TensorRTPhase.BUILD)
     if plugin is None:
-        raise UserError(f"creator {key[0]!r} refused the fields of {name!r}", where="plugin registry")
+        fix = "see the plugin library's message in TensorRT's log"
+        raise UserError(f"creator {key[0]!r} refused the fields of {name!r}", where="plugin registry", fix=fix)
     return plugin
+
+
+def _recorded_plugin(key: PluginKey, name: str, fields: Mapping[str, FieldValue]) -> recorder.Plugin:
+    """The plugin as a recorded network has it: its fields are checked and complete."""
+    creator = recorder.get_plugin_registry().get_creator(*key)
+    if creator is None:
+        raise _no_creator(key)
+    return creator.create_plugin(name, plugin_fields(key, fields))
+
+
+def plugin_fields(key: PluginKey, fields: Mapping[str, FieldValue]) -> list[recorder.PluginField]:
+    """The fields of a plugin with the types that its creator expects."""
+    return [recorder.PluginField(*field) for field in _typed(key, fields, recorder.PluginFieldType)]
+
+
+def _no_creator(key: PluginKey) -> UserError:
+    what = f"no plugin creator {key[0]!r} version {key[1]} in namespace {key[2]!r}"
+    return UserError(what, where="plugin registry", fix="load the plugin library first")
+
+
+def _typed(key: PluginKey, fields: Mapping[str, FieldValue], types: Any) -> list[tuple[str, Any, Any]]:
+    """Name, data and type of each field, as ``PluginField`` takes them."""
+    creator = recorder.get_plugin_registry().get_creator(*key)
+    listed = {} if creator is None else {f.name: f.type.name for f in creator.spec.fields}
+    kinds = {name: listed.get(name) or _type_of(value) for name, value in fields.items()}
+    return [(name, _field_data(value, kinds[name]), getattr(types, kinds[name])) for name, value in fields.items()]
 
 
 _NUMPY = {"INT8": np.int8, "INT32": np.int32, "INT64": np.int64, "FLOAT32": np.float32}
@@ -115,11 +227,13 @@ def _field_data(value: FieldValue, kind: str) -> Any:
 
 def add_plugin(network: Any, key: PluginKey, name: str, fields: Mapping[str, FieldValue], inputs: list[Any]) -> Any:
     """Create a plugin and add the layer that runs it; returns the layer, named ``name``."""
+    recorded = _recorded_plugin(key, name, fields)
     plugin = create_plugin(network, key, name, fields)
-    known = recorder.get_plugin_registry().get_creator(*key)
-    v2 = known is not None and known.spec.v2
-    layer = network.add_plugin_v2(inputs, plugin) if v2 else network.add_plugin_v3(inputs, [], plugin)
+    layer = network.add_plugin_v2(inputs, plugin) if recorded.spec.v2 else network.add_plugin_v3(inputs, [], plugin)
+    if layer is None:
+        raise UserError(f"plugin {key[0]!r} refused its inputs", where=f"layer {name}", fix="see TensorRT's log")
     layer.name = name
+    note_plugin(network, name, key, recorded.fields)
     return layer
 
 

@@ -12,6 +12,9 @@ import trtllm_tokenweave.recorder as trt
 from trtllm_tokenweave.errors import TokenWeaveError
 from trtllm_tokenweave.passes import Baseline, names, verify, weave
 from trtllm_tokenweave.plugin_specs import Half
+from trtllm_tokenweave.recorder import rules as recorder_rules
+from trtllm_tokenweave.recorder import tensor as recorder_tensor
+from trtllm_tokenweave.table import prefix
 
 LAYERS = 2
 SEEDS = range(24)
@@ -167,3 +170,14 @@ def test_changes_against_the_baseline() -> None:
     problems = verify(network, baseline)
     assert any("were added or copied" in p for p in problems)
     assert any("outputs changed" in p for p in problems)
+
+
+def test_a_lookup_constant_of_more_than_64_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded network refuses it as soon as it shapes a slice; TensorRT builds it, and computes other rows."""
+    many = options(max_num_tokens=2048)
+    for module in (prefix, recorder_rules, recorder_tensor):
+        monkeypatch.setattr(module, "MAX_SHAPE_TENSOR_ELEMENTS", 1000)
+    with pytest.raises(TokenWeaveError, match=r"lookup/constant_\d+ holds 129 elements of a lookup, at most 64"):
+        weave(Stack().build(), many)
+    monkeypatch.undo()
+    assert weave(Stack().build(), many).mode == "weave"

@@ -21,11 +21,15 @@ from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.passes import WeaveOptions
 from trtllm_tokenweave.table import TableKey, TuningTable
 
-ELEMENT = trt.ElementWiseOperation
 PLAIN = trt.MatrixOperation.NONE
 
 #: Called after each site with (builder, site index, all-reduce result, sum, normed): adds the unusual layers.
 Twist = Callable[["Stack", int, trt.ITensor, trt.ITensor], None]
+
+
+def _out(layer: Any, index: int = 0) -> trt.ITensor:
+    tensor: trt.ITensor = layer.get_output(index)
+    return tensor
 
 
 @dataclass
@@ -45,7 +49,13 @@ class Stack:
     multiplier: float | None = None
     twist: Twist | None = None
     inner: Callable[[Stack, int, trt.ITensor], trt.ITensor] | None = None
+    #: An empty network; TensorRT's own does as well.
     network: trt.RecordedNetwork = field(default_factory=trt.RecordedNetwork)
+
+    @property
+    def model(self) -> Any:
+        """The network's object model."""
+        return seam.object_model(self.network)
 
     def const(self, values: Any, name: str, dtype: trt.DataType | None = None) -> trt.ITensor:
         """A named constant of the stack's dtype."""
@@ -55,11 +65,18 @@ class Stack:
 
     def binary(self, a: trt.ITensor, b: trt.ITensor, op: str) -> trt.ITensor:
         """Element-wise operation by name."""
-        return self.network.add_elementwise(a, b, getattr(ELEMENT, op)).outputs[0]
+        return _out(self.network.add_elementwise(a, b, getattr(self.model.ElementWiseOperation, op)))
 
     def cast(self, a: trt.ITensor, dtype: trt.DataType) -> trt.ITensor:
         """A cast, no layer where the dtype fits already."""
-        return a if a.dtype is dtype else self.network.add_cast(a, dtype).outputs[0]
+        if a.dtype.name == dtype.name:
+            return a
+        return _out(self.network.add_cast(a, getattr(self.model.DataType, dtype.name)))
+
+    def matmul(self, a: trt.ITensor, b: trt.ITensor) -> trt.ITensor:
+        """Product of two matrices."""
+        plain = self.model.MatrixOperation.NONE
+        return _out(self.network.add_matrix_multiply(a, plain, b, plain))
 
     def gamma(self, index: int) -> NDArray[Any]:
         """Norm weights: powers of two, so that scaling by them rounds nothing."""
@@ -70,9 +87,9 @@ class Stack:
         n, f32 = self.network, trt.float32
         wide = self.cast(x, f32)
         square = self.binary(wide, self.const([[2.0]], f"norm{index}/two", f32), "POW")
-        mean = n.add_reduce(square, trt.ReduceOperation.AVG, 2, True).outputs[0]
+        mean = _out(n.add_reduce(square, self.model.ReduceOperation.AVG, 2, True))
         plus = self.binary(mean, self.const([[1e-5]], f"norm{index}/eps", f32), "SUM")
-        root = n.add_unary(plus, trt.UnaryOperation.SQRT).outputs[0]
+        root = _out(n.add_unary(plus, self.model.UnaryOperation.SQRT))
         narrow = self.cast(self.binary(wide, root, "DIV"), self.dtype)
         return self.binary(narrow, self.norm_weight(index), "PROD")
 
@@ -80,7 +97,7 @@ class Stack:
         """The norm's weight as [1, hidden], reshaped from [hidden] as TensorRT-LLM stores it."""
         shuffle = self.network.add_shuffle(self.const(self.gamma(index), f"norm{index}/gamma"))
         shuffle.reshape_dims = (1, self.hidden)
-        return shuffle.outputs[0]
+        return _out(shuffle)
 
     def weight(self, name: str, index: int, shape: tuple[int, int]) -> trt.ITensor:
         """This rank's part of a weight; the same on every build with this seed."""
@@ -90,17 +107,16 @@ class Stack:
     def build(self) -> trt.RecordedNetwork:
         """Record the network: input x [tokens, hidden], output out."""
         n = self.network
-        x = n.add_input("x", self.dtype, (-1, self.hidden))
+        x = n.add_input("x", getattr(self.model.DataType, self.dtype.name), (-1, self.hidden))
         x.set_dimension_name(0, "num_tokens")
         h, y = x, self.norm(x, 0)
         for index in range(2 * self.layers):
             kind = ("attention/dense", "mlp/proj")[index % 2]
-            up = n.add_matrix_multiply(y, PLAIN, self.weight("up", index, (self.hidden, self.ffn)), PLAIN).outputs[0]
-            act = n.add_activation(up, trt.ActivationType.RELU).outputs[0]
+            up = self.matmul(y, self.weight("up", index, (self.hidden, self.ffn)))
+            act = _out(n.add_activation(up, self.model.ActivationType.RELU))
             if self.inner is not None:
                 act = self.inner(self, index, act)
-            down = self.weight("down", index, (self.ffn, self.hidden))
-            partial = n.add_matrix_multiply(act, PLAIN, down, PLAIN).outputs[0]
+            partial = self.matmul(act, self.weight("down", index, (self.ffn, self.hidden)))
             h, y = self.site(index, kind, partial, h)
         y.name = "out"
         n.mark_output(y)
@@ -116,10 +132,10 @@ class Stack:
             fields |= {"fusion_op": 1, "affine": 1}
             gamma = self.const(self.gamma(index + 1), f"norm{index + 1}/gamma")
             layer = seam.add_plugin(self.network, key, name, fields, [x, h, gamma])
-            reduced, normed, total = layer.outputs[0], layer.outputs[0], layer.outputs[1]
+            reduced, normed, total = _out(layer), _out(layer), _out(layer, 1)
         else:
             layer = seam.add_plugin(self.network, key, name, fields, [x])
-            reduced = branch = layer.outputs[0]
+            reduced = branch = _out(layer)
             if self.bias:
                 values = np.random.default_rng([self.seed, 5, index]).integers(-3, 4, (1, self.hidden))
                 branch = self.binary(branch, self.const(values, f"site{index}/bias"), "SUM")

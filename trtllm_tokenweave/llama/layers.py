@@ -6,7 +6,8 @@ hidden size, T the tokens of the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,19 @@ def _type_id(dtype: str) -> int:
     return int(DataType[dtype].value)
 
 
+def gpt_attention(build: Build, qkv: Any, layer: int) -> Any:
+    """Attention itself, by plugin, which applies rotary embedding and writes the cache: [T, qkv] -> [T, q]."""
+    inputs = [qkv, *(build.inputs[name] for name in _ATTENTION_INPUTS)]
+    return build.ops.plugin(GPT_ATTENTION, attention_fields(build, layer), inputs)[0]
+
+
 @dataclass(frozen=True)
 class Build:
-    """What every module needs to know: where layers go, and for which model, rank and options."""
+    """What every module needs to know: where layers go, and for which model, rank and options.
+
+    ``mapping`` says which collectives there are, ``local`` and ``weights`` how wide this rank is.
+    ``attend`` adds what stands between the two projections of attention.
+    """
 
     ops: Ops
     config: ModelConfig
@@ -51,6 +62,7 @@ class Build:
     local: LocalShapes
     weights: RankWeights
     inputs: dict[str, Any]
+    attend: Callable[[Build, Any, int], Any] = field(default=gpt_attention)
 
     @property
     def dtype(self) -> str:
@@ -118,7 +130,7 @@ def linear(build: Build, x: Any, weight: Any) -> Any:
         "use_fp8": 0,
         "alpha": 1.0,
     }
-    return build.ops.plugin(GEMM, "gemm", fields, [x, weight])[0]
+    return build.ops.plugin(GEMM, fields, [x, weight])[0]
 
 
 def all_reduce(
@@ -146,7 +158,7 @@ def all_reduce(
         inputs.append(build.inputs["all_reduce_workspace"])
     if op is not AllReduceFusionOp.NONE and norm is not None:
         inputs += [norm.residual, norm.weight]
-    return tuple(build.ops.cast(t, x.dtype.name) for t in build.ops.plugin(ALL_REDUCE, "allreduce", fields, inputs))
+    return tuple(build.ops.cast(t, x.dtype.name) for t in build.ops.plugin(ALL_REDUCE, fields, inputs))
 
 
 def row_linear(
@@ -165,7 +177,7 @@ def gathered(build: Build, x: Any) -> Any:
         "group": np.array(build.mapping.tp_group, np.int32),
         "type_id": _type_id(build.nccl_dtype),
     }
-    stacked = ops.plugin(ALL_GATHER, "allgather", fields, [ops.cast(x, build.nccl_dtype)])[0]
+    stacked = ops.plugin(ALL_GATHER, fields, [ops.cast(x, build.nccl_dtype)])[0]
     stacked = ops.cast(stacked, x.dtype.name)
     # TensorRT-LLM divides; for sizes that is the floor division, which reads as such in every object model.
     rows = ops.elementwise(ops.pick(ops.shape(stacked), 0), ops.constant((tp_size,), "INT64"), "FLOOR_DIV")
@@ -243,7 +255,7 @@ def experts(build: Build, x: Any, path: str) -> Any:
         "use_lora": 0,
     }
     weights = [build.parameter(f"{path}.fc.weight"), build.parameter(f"{path}.proj.weight")]
-    out = ops.plugin(MIXTURE_OF_EXPERTS, "mixture_of_experts", fields, [x, *weights, selected, scales])[0]
+    out = ops.plugin(MIXTURE_OF_EXPERTS, fields, [x, *weights, selected, scales])[0]
     return all_reduce(build, out)[0]
 
 
@@ -268,14 +280,13 @@ _ATTENTION_INPUTS = (
 
 
 def attention(build: Build, x: Any, layer: int, norm: NormArgs | None, op: AllReduceFusionOp) -> tuple[Any, ...]:
-    """QKV projection [+ bias], GPTAttention (which applies rotary embedding and writes the cache), row projection."""
+    """QKV projection [+ bias], attention itself, row projection."""
     ops, path = build.ops, f"transformer.layers.{layer}.attention"
     with ops.module("qkv"):
         qkv = linear(build, x, build.parameter(f"{path}.qkv.weight"))
         if build.config.qkv_bias:
             qkv = ops.elementwise(qkv, build.parameter(f"{path}.qkv.bias"), "SUM")
-    inputs = [qkv, *(build.inputs[name] for name in _ATTENTION_INPUTS)]
-    context = ops.plugin(GPT_ATTENTION, "causal_attn", attention_fields(build, layer), inputs)[0]
+    context = build.attend(build, qkv, layer)
     with ops.module("dense"):
         return row_linear(build, context, f"{path}.dense.weight", norm, op)
 

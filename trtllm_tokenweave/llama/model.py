@@ -13,7 +13,7 @@ from trtllm_tokenweave.llama.inputs import add_inputs
 from trtllm_tokenweave.llama.layers import Build, NormArgs
 from trtllm_tokenweave.llama.ops import Ops
 from trtllm_tokenweave.llama.options import NetworkOptions
-from trtllm_tokenweave.llama.weights import RankWeights
+from trtllm_tokenweave.llama.weights import RankWeights, weight_specs
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import ModelConfig
 from trtllm_tokenweave.recorder.enums import TRT_NAMES
@@ -26,7 +26,7 @@ def build_llama(
     mapping: Mapping,
     weights: Dict[str, NDArray[Any]] | None,
     options: NetworkOptions,
-) -> list[NDArray[Any]]:
+) -> None:
     """Add every layer of one rank to an empty strongly typed network, as TensorRT-LLM 1.x does.
 
     Tokens are packed and the KV cache is paged. Inputs: see :func:`add_inputs`. Output: ``logits``
@@ -40,10 +40,6 @@ def build_llama(
             values; constants that are part of the network's form (epsilon, indices) have values all the same.
         options: Limits and switches.
 
-    Returns:
-        The arrays that the network's constants refer to. TensorRT does not copy them: keep them until the engine
-        is built. A RecordedNetwork holds them itself.
-
     Raises:
         UserError: when the network is not empty, the model cannot be cut into ``tp_size`` ranks, a tensor is
             missing or misshapen, or the options exclude each other. Nothing is added then.
@@ -51,13 +47,12 @@ def build_llama(
     if network.num_layers or network.num_inputs:
         raise UserError("the network has layers or inputs already", where="network", fix="build into an empty one")
     _check(config, mapping, options)
-    checked = RankWeights(config, mapping, weights)
+    checked = RankWeights(weight_specs(config, mapping), mapping, weights)
     ops = Ops(network)
     inputs = add_inputs(network, ops.trt, config, mapping, options)
     build = Build(ops, config, mapping, options, config.local(mapping.tp_size), checked, inputs)
     with ops.module("LLaMAForCausalLM" if build.is_llama else "QWenForCausalLM"):
         _model(build)
-    return ops.keep
 
 
 def _check(config: ModelConfig, mapping: Mapping, options: NetworkOptions) -> None:
@@ -97,18 +92,23 @@ def _model(build: Build) -> None:
         if options.residual_multiplier is not None and build.is_llama:
             # The embedding multiplier came with the residual one.
             hidden = ops.elementwise(hidden, options.residual_multiplier, "PROD")
-        state: tuple[Any, ...] = (hidden,)
-        for layer in range(build.config.num_hidden_layers):
-            with ops.module(f"layers/{layer}"):
-                state = _decoder_layer(build, layer, state)
-        with ops.module("ln_f"):
-            hidden = layers.rms_norm(build, state[0], "transformer.ln_f.weight")
+        hidden = decoder_layers(build, hidden)
     hidden = _last_tokens(build, hidden)
     with ops.module("lm_head"):
         logits = layers.gathered(build, layers.linear(build, hidden, build.parameter("lm_head.weight")))
     logits = ops.cast(logits, TRT_NAMES[options.logits_dtype].name)
     build.ops.network.mark_output(logits)
     logits.name = "logits"
+
+
+def decoder_layers(build: Build, hidden: Any) -> Any:
+    """All decoder layers and the norm after the last: [T, h] -> [T, h]."""
+    state: tuple[Any, ...] = (hidden,)
+    for layer in range(build.config.num_hidden_layers):
+        with build.ops.module(f"layers/{layer}"):
+            state = _decoder_layer(build, layer, state)
+    with build.ops.module("ln_f"):
+        return layers.rms_norm(build, state[0], "transformer.ln_f.weight")
 
 
 def _decoder_layer(build: Build, layer: int, state: tuple[Any, ...]) -> tuple[Any, ...]:

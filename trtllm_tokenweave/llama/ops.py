@@ -23,16 +23,11 @@ from trtllm_tokenweave.recorder.tensor import Shape
 
 
 class Ops:
-    """Adds named layers to one network.
-
-    Attributes:
-        keep: Arrays that constants refer to; TensorRT needs them alive until the engine is built.
-    """
+    """Adds named layers to one network."""
 
     def __init__(self, network: Any) -> None:
         self.network = network
         self.trt = seam.object_model(network)
-        self.keep: list[NDArray[Any]] = []
         self._scope = ""
         self._counts: Counter[str] = Counter()
         self._small: dict[tuple[Any, ...], NDArray[Any]] = {}
@@ -69,7 +64,6 @@ class Ops:
         if array is None:
             array = np.asarray(values).astype(numpy_dtype(DataType[dtype]))
             self._small[key] = array
-            self.keep.append(array)
         name = self._next_name("CONSTANT")
         tensor = seam.constant(self.network, array, name=name)
         tensor.name = f"{name}_output_0"
@@ -82,8 +76,6 @@ class Ops:
             tensor = seam.constant(self.network, array, shape, getattr(self.trt.DataType, dtype), name)
             tensor.name = f"{name}_output_0"
             self._parameters[name] = tensor
-            if array is not None:
-                self.keep.append(array)
         return tensor
 
     # ---- shapes
@@ -176,6 +168,10 @@ class Ops:
         """1 / (1 + exp(-x)); TensorRT-LLM names activation layers by their function."""
         return self._named(self.network.add_activation(x, self.trt.ActivationType.SIGMOID), "SIGMOID")
 
+    def relu(self, x: Any) -> Any:
+        """max(x, 0)."""
+        return self._named(self.network.add_activation(x, self.trt.ActivationType.RELU), "RELU")
+
     def softmax(self, x: Any) -> Any:
         """Softmax over the last axis."""
         layer = self.network.add_softmax(x)
@@ -203,9 +199,10 @@ class Ops:
 
     # ---- plugins
 
-    def plugin(self, key: PluginKey, name: str, fields: Mapping[str, FieldValue], inputs: list[Any]) -> list[Any]:
+    def plugin(self, key: PluginKey, fields: Mapping[str, FieldValue], inputs: list[Any]) -> list[Any]:
         """Add a V2 plugin layer; returns its outputs."""
-        plugin = seam.create_plugin(self.network, key, name, fields)
-        layer = self.network.add_plugin_v2(inputs, plugin)
-        self._named(layer, f"PLUGIN_V2_{key[0]}")
-        return [layer.get_output(i) for i in range(layer.num_outputs)]
+        layer = seam.add_plugin(self.network, key, self._next_name(f"PLUGIN_V2_{key[0]}"), fields, inputs)
+        outputs = [layer.get_output(i) for i in range(layer.num_outputs)]
+        for i, output in enumerate(outputs):
+            output.name = f"{layer.name}_output_{i}"
+        return outputs

@@ -34,8 +34,10 @@ class RankWeights:
         UserError: when a tensor is missing, or has another shape or dtype than this rank needs; names the tensor.
     """
 
-    def __init__(self, config: ModelConfig, mapping: Mapping, arrays: Dict[str, NDArray[Any]] | None) -> None:
-        self.specs = weight_specs(config, mapping)
+    def __init__(
+        self, specs: Dict[str, tuple[Shape, str]], mapping: Mapping, arrays: Dict[str, NDArray[Any]] | None
+    ) -> None:
+        self.specs = specs
         self.arrays = arrays
         if arrays is None:
             return

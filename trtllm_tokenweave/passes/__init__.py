@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from trtllm_tokenweave.errors import TokenWeaveError
 from trtllm_tokenweave.passes.fuse import fuse
+from trtllm_tokenweave.passes.gemm import gemm
 from trtllm_tokenweave.passes.join import join
 from trtllm_tokenweave.passes.plan import Region, WeaveOptions, WeavePlan, make_plan
 from trtllm_tokenweave.passes.split import split
 from trtllm_tokenweave.passes.verify import Baseline, chain_signature, verify, verify_ranks
 
 #: Each leaves the network valid; ``verify`` runs after every one.
-PASSES: tuple[Callable[[Any, WeavePlan], None], ...] = (fuse, split, join)
+PASSES: tuple[Callable[[Any, WeavePlan], None], ...] = (fuse, gemm, split, join)
+
+WeaveMode = Literal["weave", "fuse", "stock"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class WeaveResult:
     verify_seconds: float = 0.0
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> WeaveMode:
         """What the network became: "weave" (split and fused), "fuse", or "stock" (nothing was done)."""
         if not self.plan.sites:
             return "stock"
@@ -67,11 +70,13 @@ __all__ = [
     "PASSES",
     "Baseline",
     "Region",
+    "WeaveMode",
     "WeaveOptions",
     "WeavePlan",
     "WeaveResult",
     "chain_signature",
     "fuse",
+    "gemm",
     "join",
     "make_plan",
     "split",

@@ -61,12 +61,11 @@ def clone_layer(
         case "SELECT":
             copy = network.add_select(*inputs)
         case "SHUFFLE":
-            copy = _clone_shuffle(network, layer, inputs)
+            copy = _clone_shuffle(network, node, inputs)
         case "SLICE":
             rank = len(first.shape)
-            given = ((layer.start, 0), (layer.shape, 0), (layer.stride, 1))
-            # Dims that a dynamic input replaces are unset in TensorRT: anything of the right rank will do.
-            static = [trt.dims_or_none(d) or (fill,) * rank for d, fill in given]
+            # Where an input takes the place of Dims, anything of the right rank will do.
+            static = [node.attribute(n) or (fill,) * rank for n, fill in (("start", 0), ("shape", 0), ("stride", 1))]
             copy = network.add_slice(first, *static)
             copy.mode = layer.mode
             for position, tensor in enumerate(inputs[1:], start=1):
@@ -78,14 +77,15 @@ def clone_layer(
     return copy
 
 
-def _clone_shuffle(network: Any, layer: Any, inputs: list[Any]) -> Any:
+def _clone_shuffle(network: Any, node: Node, inputs: list[Any]) -> Any:
+    layer = node.layer
     copy = network.add_shuffle(inputs[0])
     copy.zero_is_placeholder = layer.zero_is_placeholder
     if layer.first_transpose is not None:
         copy.first_transpose = layer.first_transpose
     if len(inputs) > 1 and inputs[1] is not None:
         copy.set_input(1, inputs[1])
-    elif (dims := trt.dims_or_none(layer.reshape_dims)) is not None:
+    elif (dims := node.attribute("reshape_dims")) is not None:
         copy.reshape_dims = dims
     # Last: its rank is that of the reshaped tensor.
     if layer.second_transpose is not None:

@@ -42,6 +42,11 @@ def gate(site: int, number: int = 0) -> str:
     return f"{PREFIX}/site_{site}/gate_{number}"
 
 
+def gemm(name: str) -> str:
+    """Layer name of our plugin in the place of a matrix multiplication."""
+    return f"{name}/{PREFIX}_gemm"
+
+
 def concatenate(name: str) -> str:
     """Layer name of the concatenation of both halves of a tensor."""
     return f"{name}/{PREFIX}_concatenate"

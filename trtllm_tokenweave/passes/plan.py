@@ -30,6 +30,8 @@ class WeaveOptions:
         split: Cut steps in two; False fuses only.
         split_attention: Cut attention too; False leaves it whole.
         max_beam_width: Beams per request of the build.
+        gemm: "budget" gives the split region's GEMMs to our plugin, which keeps to the table's ``gemm_sms``; "trt"
+            leaves them to TensorRT.
     """
 
     mapping: Mapping
@@ -39,6 +41,7 @@ class WeaveOptions:
     split: bool = True
     split_attention: bool = True
     max_beam_width: int = 1
+    gemm: Literal["trt", "budget"] = "trt"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from trtllm_tokenweave import recorder, trt
+from trtllm_tokenweave import recorder
 from trtllm_tokenweave.network import Graph, Node
 from trtllm_tokenweave.patterns import Refused
 from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, NAMESPACE, STREAM_JOIN
@@ -192,9 +192,8 @@ class RowWise:
             if names[0] in self.symbols and len(self.graph.shape(node.outputs[0])) <= 1:
                 self.symbols[node.outputs[0]] = self.symbols[names[0]]
             return Rows.SIZE
-        layer = node.layer
-        for order in (layer.first_transpose, layer.second_transpose):
-            if order is not None and tuple(order)[:1] not in ((), (0,)):
+        for order in (node.attribute("first_transpose"), node.attribute("second_transpose")):
+            if order is not None and order[:1] not in ((), (0,)):
                 raise Refused("transposes the token dimension")
         source = self.graph.shape(names[0])
         if len(names) > 1:
@@ -204,11 +203,11 @@ class RowWise:
             if not all(isinstance(d, int) for d in target[1:]):
                 raise Refused("reshapes to dimensions that depend on sizes")
             return Rows.TOKEN
-        dims = trt.dims_or_none(layer.reshape_dims)
+        dims = node.attribute("reshape_dims")
         if dims is None:
             return Rows.TOKEN
         rest = [int(np.prod(d, dtype=np.int64)) for d in (dims[1:], source[1:]) if all(v > 0 for v in d)]
-        copied = dims[0] == 0 and layer.zero_is_placeholder
+        copied = dims[0] == 0 and node.layer.zero_is_placeholder
         if not copied and not (dims[0] == -1 and len(rest) == 2 and rest[0] == rest[1]):
             raise Refused("reshapes the token dimension")
         return Rows.TOKEN
@@ -217,8 +216,9 @@ class RowWise:
         names = self._all(node)
         if self._sizes_only(names[:1]):
             known = self.symbols.get(names[0])
-            if known is not None and len(names) == 1 and len(node.layer.start) == 1:
-                start, count, step = node.layer.start[0], node.layer.shape[0], node.layer.stride[0]
+            given = [node.attribute(name) for name in ("start", "shape", "stride")]
+            if known is not None and len(names) == 1 and all(dims is not None and len(dims) == 1 for dims in given):
+                start, count, step = (dims[0] for dims in given)
                 self.symbols[node.outputs[0]] = tuple(known[start + i * step] for i in range(count))
             return Rows.SIZE
         if len(node.inputs) > 4 or str(node.layer.mode.name) != "STRICT_BOUNDS":
@@ -227,7 +227,7 @@ class RowWise:
         def entries(position: int, static: str) -> Symbols:
             name = node.inputs[position] if position < len(node.inputs) else None
             if name is None:
-                return tuple(int(v) for v in getattr(node.layer, static))
+                return node.attribute(static) or (None,)
             return self.symbols_of(name) or (None,)
 
         start, size, stride = entries(1, "start"), entries(2, "shape"), entries(3, "stride")

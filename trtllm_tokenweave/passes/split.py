@@ -19,13 +19,15 @@ from trtllm_tokenweave.plugin_specs import (
     ALL_REDUCE_RMS_NORM,
     ATTENTION,
     BATCH_SPLIT,
+    GEMM,
     NAMESPACE,
     STREAM_JOIN,
     VERSION,
     AttentionRole,
     Half,
 )
-from trtllm_tokenweave.recorder.plugin import FieldValue, pack_fields
+from trtllm_tokenweave.recorder.packed_fields import pack_fields
+from trtllm_tokenweave.recorder.plugin import FieldValue
 
 #: Device tensors of the batch that differ between the halves, in the order of TokenWeaveBatchSplit's inputs.
 _BATCH_ROLES = (
@@ -119,8 +121,10 @@ class _Splitter:
 
     @staticmethod
     def _references(node: Node) -> tuple[int, ...]:
-        """Inputs of a collective that stand for the whole step; only their dimensions are read."""
+        """Inputs of a layer of ours that stand for the whole step; only their dimensions are read."""
         count = len(node.inputs)
+        if node.plugin_key == (GEMM, VERSION, NAMESPACE):
+            return (count - 2, count - 1)
         return (count - 3, count - 2) if node.plugin_name == ALL_REDUCE_RMS_NORM else ()
 
     def _rows(self, tensor: Any, name_of: Any) -> tuple[Any, Any]:
@@ -177,7 +181,7 @@ class _Splitter:
             "inner_name": node.plugin_key[0].encode(),
             "inner_version": node.plugin_key[1].encode(),
             "inner_namespace": node.plugin_key[2].encode(),
-            "inner": pack_fields(node.fields),
+            "inner": pack_fields(trt.plugin_fields(node.plugin_key, node.fields)),
             "roles": np.asarray(roles, np.int32),
         }
         outputs = []

@@ -184,9 +184,7 @@ class _Twins:
             return False
         if node.plugin_key is not None:
             return _fields(node) == _fields(other) and _halves(node, other)
-        dynamic = node.kind == "SLICE" or (node.kind == "SHUFFLE" and len(node.inputs) > 1)
-        attributes = () if dynamic and len(node.inputs) == 4 else _ATTRIBUTES.get(node.kind, ())
-        return all(_attribute(node.layer, a) == _attribute(other.layer, a) for a in attributes)
+        return all(node.attribute(name) == other.attribute(name) for name in _ATTRIBUTES.get(node.kind, ()))
 
 
 def _ends_half(node: Node) -> bool:
@@ -200,8 +198,3 @@ def _halves(node: Node, other: Node) -> bool:
 
 def _fields(node: Node) -> dict[str, Any]:
     return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in node.fields.items() if k != "half"}
-
-
-def _attribute(layer: Any, name: str) -> Any:
-    value = getattr(layer, name)
-    return tuple(value) if isinstance(value, tuple | list) else value

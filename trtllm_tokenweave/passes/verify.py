@@ -28,6 +28,7 @@ from trtllm_tokenweave.plugin_specs import (
     Half,
     SiteKind,
 )
+from trtllm_tokenweave.recorder.tensor import MAX_SHAPE_TENSOR_ELEMENTS
 
 #: Constants above this many elements are weights; the pass adds none and copies none.
 _WEIGHT_ELEMENTS = 64
@@ -67,9 +68,7 @@ class Baseline:
 
 
 def _weights(graph: Graph) -> list[Node]:
-    return [
-        n for n in graph.live if n.kind == "CONSTANT" and int(np.prod(n.layer.shape, dtype=np.int64)) > _WEIGHT_ELEMENTS
-    ]
+    return [n for n in graph.live if n.kind == "CONSTANT" and graph.elements(n.outputs[0]) > _WEIGHT_ELEMENTS]
 
 
 def verify(network: Any, baseline: Baseline | None = None) -> list[str]:
@@ -296,6 +295,19 @@ def _host_tensors_reach_plugins_only(graph: Graph) -> list[str]:
     ]
 
 
+def _sizes_are_small(graph: Graph) -> list[str]:
+    """What the halves' sizes are looked up in: TensorRT takes larger shape tensors for data, without a word."""
+    slices = [n for n in graph.nodes if n in graph.live and any(names.is_rows(n.name, half) for half in Half)]
+    shaped = frozenset(name for n in graph.nodes if n.kind == "SHAPE" for name in n.inputs if name is not None)
+    sources = graph.ancestors((name for n in slices for name in n.inputs[1:] if name is not None), shaped)
+    return [
+        f"layer {n.name} holds {graph.elements(n.outputs[0])} elements of a lookup, at most "
+        f"{MAX_SHAPE_TENSOR_ELEMENTS} are evaluated correctly by TensorRT"
+        for n in _by_index(sources)
+        if n.kind == "CONSTANT" and graph.elements(n.outputs[0]) > MAX_SHAPE_TENSOR_ELEMENTS
+    ]
+
+
 def _unchanged(graph: Graph, baseline: Baseline) -> list[str]:
     now = Baseline.of_graph(graph)
     problems = []
@@ -317,4 +329,5 @@ _CHECKS: tuple[Callable[[Graph], list[str]], ...] = (
     halves_match,
     _prefix_attends_first,
     _host_tensors_reach_plugins_only,
+    _sizes_are_small,
 )

@@ -1,0 +1,170 @@
+"""How TensorRT is found, what versions are refused, and what its log says in errors."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from support.fake_gpu import fake_tensorrt, install_tensorrt
+
+from trtllm_tokenweave import tensorrt_module
+from trtllm_tokenweave.config import read_environment
+from trtllm_tokenweave.errors import TokenWeaveError, UserError
+from trtllm_tokenweave.tensorrt_module import LINES, LogLines, create_builder, logger, tensorrt, tensorrt_error
+
+
+@pytest.fixture
+def lonely(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """No TensorRT of any kind, whatever this machine has."""
+    install_tensorrt(monkeypatch, None)
+    real = importlib.util.find_spec
+    hidden = ("tensorrt", "tensorrt_bindings")
+    for name in hidden:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def find_spec(name: str) -> Any:
+        return real(name) if name not in hidden or name in sys.modules else None
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.delenv("TENSORRT_ROOT", raising=False)
+    yield monkeypatch
+    tensorrt.cache_clear()
+
+
+def bindings(version: str = "10.6.0") -> ModuleType:
+    module = ModuleType("tensorrt_bindings")
+    module.__spec__ = importlib.machinery.ModuleSpec("tensorrt_bindings", None)
+    module.__dict__["__version__"] = version
+    return module
+
+
+def test_the_package_comes_first(lonely: pytest.MonkeyPatch) -> None:
+    module = fake_tensorrt()
+    lonely.setitem(sys.modules, "tensorrt", module)
+    lonely.setitem(sys.modules, "tensorrt_bindings", bindings())
+    assert tensorrt() is module
+
+
+def test_bindings_without_a_package(lonely: pytest.MonkeyPatch) -> None:
+    module = bindings()
+    lonely.setitem(sys.modules, "tensorrt_bindings", module)
+    assert tensorrt() is module
+
+
+def test_neither(lonely: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"no Python package tensorrt; .*tensorrt_bindings\. Fix: .*TENSORRT_ROOT"):
+        tensorrt()
+
+
+def test_a_root_without_the_library(lonely: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lonely.setitem(sys.modules, "tensorrt_bindings", bindings())
+    lonely.setenv("TENSORRT_ROOT", str(tmp_path))
+    with pytest.raises(UserError, match=r"neither it nor its lib holds libnvinfer\.so\.10"):
+        tensorrt()
+
+
+@pytest.mark.parametrize("folder", ["", "lib"])
+def test_the_library_of_the_root_is_loaded(lonely: pytest.MonkeyPatch, tmp_path: Path, folder: str) -> None:
+    """It is no library here: that the loader says so proves that it was tried."""
+    place = tmp_path / folder
+    place.mkdir(exist_ok=True)
+    (place / "libnvinfer.so.10").write_text("no library")
+    lonely.setitem(sys.modules, "tensorrt_bindings", bindings())
+    lonely.setenv("TENSORRT_ROOT", str(tmp_path))
+    with pytest.raises(UserError, match=r"tensorrt_bindings cannot be loaded .*libnvinfer\.so\.10: "):
+        tensorrt()
+
+
+@pytest.mark.parametrize(
+    ("version", "served"),
+    [("10.5.0", False), ("10.6.0", True), ("10.16.1.post1", True), ("11.0.0", False), ("9.3.0", False)],
+)
+def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, served: bool) -> None:
+    install_tensorrt(monkeypatch, fake_tensorrt(version))
+    if served:
+        assert tensorrt().__version__ == version
+    else:
+        with pytest.raises(UserError, match=rf"version {version} of tensorrt is not served: >= 10\.6, < 11 is needed"):
+            tensorrt()
+    tensorrt.cache_clear()
+
+
+def test_the_real_bindings() -> None:
+    """In a process of its own, because libraries can't be unloaded."""
+    root = read_environment().tensorrt_root
+    if root is None or not any((root / place / "libnvinfer.so.10").exists() for place in ("", "lib")):
+        pytest.skip("TENSORRT_ROOT names no TensorRT 10")
+    if importlib.util.find_spec("tensorrt_bindings") is None:
+        pytest.skip("no TensorRT bindings: pip install tensorrt_cu12_bindings")
+    code = (
+        "from trtllm_tokenweave.tensorrt_module import logger, tensorrt; "
+        "logger(); tensorrt().get_plugin_registry(); print(tensorrt().__version__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("10.")
+
+
+def test_a_builder_that_cannot_be_made(lonely: pytest.MonkeyPatch) -> None:
+    module = fake_tensorrt()
+
+    def no_builder(_log: Any) -> Any:
+        LINES.record(1, "Unable to load library: libnvinfer_builder_resource.so.10.6.0")
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    module.__dict__["Builder"] = no_builder
+    lonely.setitem(sys.modules, "tensorrt", module)
+    with pytest.raises(TokenWeaveError, match="TensorRT makes no builder: Unable to load library"):
+        create_builder()
+
+
+def test_the_builders_kernels_are_loaded_from_tensorrt_root(lonely: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    for name in ("libnvinfer.so.10", "libnvinfer_builder_resource.so.10.6.0"):
+        (tmp_path / "lib" / name).touch()
+    lonely.setenv("TENSORRT_ROOT", str(tmp_path))
+    loaded: list[str] = []
+    lonely.setattr("ctypes.CDLL", lambda path: loaded.append(path))
+    module = fake_tensorrt()
+    module.__dict__["Builder"] = lambda _log: "builder"
+    lonely.setitem(sys.modules, "tensorrt", module)
+    assert create_builder() == "builder"
+    assert loaded == [str(tmp_path / "lib" / "libnvinfer_builder_resource.so.10.6.0")]
+
+
+# ---- the log
+
+
+def test_messages_go_to_logging_with_their_level(caplog: pytest.LogCaptureFixture) -> None:
+    lines = LogLines("tokenweave-test")
+    with caplog.at_level(logging.DEBUG, "tokenweave-test"):
+        for severity, message in enumerate(("a", "b", "c", "50% d", "e")):
+            lines.record(severity, message)
+    found = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert found == [("CRITICAL", "a"), ("ERROR", "b"), ("WARNING", "c"), ("INFO", "50% d"), ("DEBUG", "e")]
+    assert lines.take_errors() == "a; b"
+
+
+def test_only_the_newest_errors_are_kept_and_only_once() -> None:
+    lines = LogLines("tokenweave-test", keep=2)
+    for message in ("one", "two\nlines", "three"):
+        lines.record(1, message)
+    lines.record(2, "a warning")
+    assert lines.take_errors() == "two lines; three"
+    assert lines.take_errors() == ""
+
+
+def test_errors_carry_the_log(trt: ModuleType) -> None:
+    logger().log(1, "Error Code 4: no tactic")
+    assert str(tensorrt_error("no plan", also="plugin says no")) == "no plan: plugin says no; Error Code 4: no tactic"
+    assert str(tensorrt_error("no plan")) == "no plan: TensorRT gave no reason"
+    assert logger() is logger()
+    assert LINES is tensorrt_module.LINES

@@ -1,0 +1,83 @@
+"""Optional step between fuse and split: give the region's GEMMs to our ``Gemm`` plugin, which keeps off some SMs.
+
+A TensorRT GEMM takes every SM, so one whose grid is a full wave needs two waves beside a collective that holds a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trtllm_tokenweave import recorder, trt
+from trtllm_tokenweave.network import Graph, Node
+from trtllm_tokenweave.passes import names
+from trtllm_tokenweave.passes.plan import WeavePlan
+from trtllm_tokenweave.plugin_specs import GEMM, NAMESPACE, VERSION, Half, SiteKind
+from trtllm_tokenweave.recorder.plugin import FieldValue
+
+#: TensorRT-LLM's plugin: input 0 times input 1.
+_TRTLLM_GEMM = ("Gemm", "1", "tensorrt_llm")
+
+#: Fields with which TensorRT-LLM's plugin is the plain product x * W^T.
+_PLAIN = {"transa": 0, "transb": 1, "pad_lda": 0, "pad_ldb": 0, "pad_ldc": 0, "use_fp8": 0, "alpha": 1.0}
+
+
+def gemm(network: Any, plan: WeavePlan) -> None:
+    """Replace the products of a half's rows and a constant 16-bit matrix; others stay as they are.
+
+    A float32 product stays TensorRT's own: there the plugin would gain nothing.
+    """
+    if plan.region is None or plan.options.gemm != "budget":
+        return
+    graph = Graph(network)
+    table = plan.options.table.pack()
+    references = [graph.named[names.start(0, Half.PREFIX)].inputs[at] for at in (-3, -2)]
+    for node, kind in _beside(graph, plan):
+        transposed = _transposed(graph, node)
+        if transposed is None:
+            continue
+        x, weight = node.inputs[:2]
+        fields: dict[str, FieldValue] = {
+            "type_id": recorder.DataType[graph.dtype(x or "")].value,
+            "transb": int(transposed),
+            "kind": int(kind),
+            "table": table,
+        }
+        inputs = [graph.tensors[name or ""] for name in (x, weight, *references)]
+        layer = trt.add_plugin(network, (GEMM, VERSION, NAMESPACE), names.gemm(node.name), fields, inputs)
+        trt.redirect(network, graph, node.outputs[0], layer.get_output(0), frozenset({node.name}))
+
+
+def _beside(graph: Graph, plan: WeavePlan) -> list[tuple[Node, SiteKind]]:
+    """The region's layers that compute a site's input, each with the kind of the collective that runs beside it.
+
+    While one half computes what site i will reduce, the other half's collective is that of site i - 1; in front of
+    site 0 it is that of site 0 itself (see ``order.collective_order``).
+    """
+    assert plan.region is not None
+    found = []
+    done = frozenset({plan.region.entry})
+    for site in range(len(plan.sites)):
+        x = graph.named[names.start(site, Half.PREFIX)].inputs[0]
+        nodes = graph.ancestors([x or ""], done) & graph.descendants(plan.region.entry)
+        found += [(node, plan.sites[max(site - 1, 0)].kind) for node in graph.ordered(nodes)]
+        done |= frozenset(graph.named[names.join(site, Half.PREFIX)].outputs)
+    return found
+
+
+def _transposed(graph: Graph, node: Node) -> bool | None:
+    """Whether the product reads its matrix as [n, k]; None for a layer that is no such product."""
+    if node.kind == "MATRIX_MULTIPLY" and node.attribute("op0").name == "NONE":
+        how = {"NONE": False, "TRANSPOSE": True}.get(node.attribute("op1").name)
+    elif node.plugin_key == _TRTLLM_GEMM and _is_plain(node.fields):
+        how = True
+    else:
+        return None
+    x, weight = (name or "" for name in node.inputs[:2])
+    shapes_fit = len(graph.shape(x)) == len(graph.shape(weight)) == 2 and graph.is_constant(weight)
+    typed = graph.dtype(x) == graph.dtype(weight) == graph.dtype(node.outputs[0]) and graph.dtype(x) in ("HALF", "BF16")
+    return how if shapes_fit and typed else None
+
+
+def _is_plain(fields: Mapping[str, FieldValue]) -> bool:
+    return all(fields.get(name, value) == value for name, value in _PLAIN.items()) and "transb" in fields
