@@ -9,9 +9,20 @@ try:
 except ImportError:
     GPUS = 0
 
-collect_ignore = [
-    name for name, needed in (("test_loopback.py", 1), ("test_peer.py", 2), ("test_torch_op.py", 2)) if needed > GPUS
-]
+NEEDED = (
+    ("test_all_reduce_plugin.py", 1),
+    ("test_attention_halves.py", 1),
+    ("test_engine.py", 1),
+    ("test_gemm_plugin.py", 1),
+    ("test_gpt_attention.py", 1),
+    ("test_loopback.py", 1),
+    ("test_peer.py", 2),
+    ("test_torch_op.py", 2),
+    ("test_woven_engine.py", 1),
+    ("test_woven_ranks.py", 1),
+)
+
+collect_ignore = [name for name, needed in NEEDED if needed > GPUS]
 
 
 def pytest_report_header() -> str:

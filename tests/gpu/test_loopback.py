@@ -11,18 +11,15 @@ import torch
 
 from gpu.oracle import Shape, exact_problem, random_problem
 from gpu.runs import Variant, launch, place, run_and_check
+from trtllm_tokenweave.c_interface import INVALID_ARGUMENT, RANKS_DISAGREE, UNSUPPORTED, LibraryError
 from trtllm_tokenweave.native import (
     CP_ASYNC,
-    INVALID_ARGUMENT,
     MULTIMEM,
     PEER,
-    RANKS_DISAGREE,
     SOFT_MULTICAST,
-    UNSUPPORTED,
     Call,
     Group,
     LaunchConfig,
-    LibraryError,
     RankTensors,
 )
 

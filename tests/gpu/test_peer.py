@@ -13,7 +13,8 @@ import torch
 from gpu.oracle import Problem, Shape, exact_problem, random_problem
 from gpu.runs import Variant, launch, place, run_and_check
 from trtllm_tokenweave.bench.processes import run_ranks
-from trtllm_tokenweave.native import CP_ASYNC, PEER, RANKS_DISAGREE, SOFT_MULTICAST, TIMEOUT, Group, LibraryError
+from trtllm_tokenweave.c_interface import RANKS_DISAGREE, TIMEOUT, LibraryError
+from trtllm_tokenweave.native import CP_ASYNC, PEER, SOFT_MULTICAST, Group
 
 MEGABYTE = 1 << 20
 STRESS_ITERATIONS = int(os.environ.get("TOKENWEAVE_STRESS", "100000"))

@@ -1,0 +1,308 @@
+"""From a network to a plan: the builder settings that a woven network needs, and the check of what came out.
+
+:func:`configure` and :func:`check_settings` take TensorRT's own objects, so that they also serve a build that
+somebody else drives (``trtllm-build``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from trtllm_tokenweave.atomic import check_target, replace_file
+from trtllm_tokenweave.config import building
+from trtllm_tokenweave.device import Gpu, current_gpu
+from trtllm_tokenweave.errors import TokenWeaveError, UserError
+from trtllm_tokenweave.inspection import BuildReport, expect, inspect_plan
+from trtllm_tokenweave.manifest import TensorSpec, tensor_specs
+from trtllm_tokenweave.plugin_library import plugin_error
+from trtllm_tokenweave.tensorrt_module import create_builder, logger, tensorrt, tensorrt_error
+from trtllm_tokenweave.trt import dims_or_none
+
+if TYPE_CHECKING:
+    from trtllm_tokenweave.passes import WeaveResult
+    from trtllm_tokenweave.table import PrefixLookup, TuningTable
+
+Verbosity = Literal["DETAILED", "LAYER_NAMES_ONLY", "NONE"]
+
+#: What a woven network cannot do without: its joins put out their inputs under new names.
+ALIASED_IO = "ALIASED_PLUGIN_IO_10_03"
+
+_WHERE = "builder settings"
+
+
+@dataclass(frozen=True)
+class ShapeRange:
+    """Shapes of one input in an optimisation profile; TensorRT picks kernels for ``optimum`` (its kOPT)."""
+
+    minimum: tuple[int, ...]
+    optimum: tuple[int, ...]
+    maximum: tuple[int, ...]
+
+
+Ranges = Mapping[str, ShapeRange]
+
+
+@dataclass(frozen=True)
+class BuilderSettings:
+    """How to build.
+
+    Attributes:
+        profiles: For each optimisation profile the range of every dynamic input, by its name; or a function that
+            gives it for the network.
+        timing_cache: File of TensorRT's measurements; it is made when missing and added to after a build. Ranks that
+            build at the same time need one each.
+        workspace_bytes: Most scratch memory of a layer; None: all of the device's.
+        verbosity: What the engine says about its layers; the check after the build needs "DETAILED".
+        fused_memory_bytes: Activation memory of the same network without the split, to check this one's against.
+    """
+
+    profiles: tuple[Ranges | Callable[[Any], Ranges], ...]
+    timing_cache: Path | None = None
+    workspace_bytes: int | None = None
+    verbosity: Verbosity = "DETAILED"
+    fused_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A serialised engine.
+
+    Attributes:
+        data: The engine.
+        result: What the weave did to its network.
+        report: The check of the engine.
+        tensors: Inputs and outputs.
+        gpu: What it was built on.
+    """
+
+    data: memoryview
+    result: WeaveResult
+    report: BuildReport
+    tensors: tuple[TensorSpec, ...]
+    gpu: Gpu
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the plan."""
+        return self.data.nbytes
+
+
+def build(make_network: Callable[[Any], WeaveResult], settings: BuilderSettings) -> Plan:
+    """Build a strongly typed network into a plan for the current device.
+
+    Plugins do nothing in the meantime: IS_BUILDING is set.
+
+    Args:
+        make_network: Fills the empty network that it is given, and weaves it. Libraries of the plugins that it uses
+            must be registered by then. Weights that it adds by other ways than `trt.constant` must outlive this
+            call.
+        settings: How to build.
+
+    Raises:
+        UserError: no GPU or no TensorRT, or settings that do not fit the network.
+        TokenWeaveError: TensorRT builds no plan, or the plan fails a check.
+    """
+    gpu = current_gpu()
+    trt = tensorrt()
+    if settings.timing_cache is not None:
+        check_target(settings.timing_cache)
+    with building():
+        builder = create_builder()
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        result = make_network(network)
+        config = builder.create_builder_config()
+        check_settings(config, network, configure(config, network, result, settings), result)
+        serialized = builder.build_serialized_network(network, config)
+        if serialized is None:
+            raise tensorrt_error("TensorRT built no engine", also=plugin_error())
+        if settings.timing_cache is not None:
+            _save_timing_cache(config, settings.timing_cache)
+        engine = trt.Runtime(logger()).deserialize_cuda_engine(serialized)
+        if engine is None:
+            raise tensorrt_error("TensorRT cannot read the plan that it built", also=plugin_error())
+        expected = expect(network, result, settings.fused_memory_bytes)
+        data = memoryview(serialized)
+        report = inspect_plan(engine, expected, data.nbytes)
+        tensors = tensor_specs(engine)
+    if report.failed:
+        raise TokenWeaveError(f"the engine fails its check: {report.failed[0]} ({len(report.failed)} failed)")
+    return Plan(data, result, report, tensors, gpu)
+
+
+# ---- settings
+
+
+def configure(config: Any, network: Any, result: WeaveResult, settings: BuilderSettings) -> list[Any]:
+    """Put the settings, and what a woven network needs, into an ``IBuilderConfig``.
+
+    Returns:
+        The optimisation profiles, in order.
+
+    Raises:
+        UserError: a profile that does not fit the network, or a timing cache that does not fit this TensorRT and GPU.
+    """
+    trt = tensorrt()
+    if result.mode == "weave":
+        config.set_preview_feature(getattr(trt.PreviewFeature, ALIASED_IO), True)
+        config.max_aux_streams = 0
+    config.profiling_verbosity = getattr(trt.ProfilingVerbosity, settings.verbosity)
+    if settings.workspace_bytes is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace_bytes)
+    if settings.timing_cache is not None:
+        _load_timing_cache(config, settings.timing_cache)
+    if not settings.profiles:
+        raise UserError("there is none", where="optimisation profiles", fix="give the range of every dynamic input")
+    ranges = [given(network) if callable(given) else given for given in settings.profiles]
+    return [_add_profile(config, network, each, index) for index, each in enumerate(ranges)]
+
+
+def _add_profile(config: Any, network: Any, ranges: Ranges, index: int) -> Any:
+    where = f"optimisation profile {index}"
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    dynamic = {str(t.name) for t in inputs if -1 in (dims_or_none(t.shape) or ())}
+    known = {str(t.name) for t in inputs}
+    for name in sorted(dynamic - set(ranges)):
+        raise UserError(f"has no range for input {name!r}", where=where, fix="give one: its size is not fixed")
+    for name in sorted(set(ranges) - known):
+        raise UserError(f"gives a range for {name!r}, which is no input", where=where, fix=f"inputs: {sorted(known)}")
+    profile = network.builder.create_optimization_profile()
+    for name, shapes in ranges.items():
+        try:
+            profile.set_shape(name, shapes.minimum, shapes.optimum, shapes.maximum)
+        except ValueError as error:
+            what = f"minimum {shapes.minimum}, optimum {shapes.optimum}, maximum {shapes.maximum} do not fit ({error})"
+            raise UserError(what, where=f"{where}, input {name}", fix="let minimum <= optimum <= maximum") from error
+    if config.add_optimization_profile(profile) < 0:
+        raise UserError("TensorRT refuses it", where=where, fix="see TensorRT's log")
+    return profile
+
+
+def _load_timing_cache(config: Any, path: Path) -> None:
+    try:
+        data = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+    cache = config.create_timing_cache(data)
+    if cache is None or not config.set_timing_cache(cache, False):
+        what = "is no timing cache of this TensorRT and GPU"
+        raise UserError(what, where=str(path), fix="remove the file, or name another: it is made again")
+
+
+def _save_timing_cache(config: Any, path: Path) -> None:
+    data = memoryview(config.get_timing_cache().serialize())
+    replace_file(path, lambda aside: aside.write_bytes(data))
+
+
+# ---- what a woven network needs
+
+
+def check_settings(config: Any, network: Any, profiles: Sequence[Any], result: WeaveResult) -> None:
+    """Refuse to build a woven network with settings that would make it wrong or slow.
+
+    Args:
+        config: The ``IBuilderConfig``.
+        network: The ``INetworkDefinition``.
+        profiles: Its optimisation profiles; a config does not tell them.
+        result: What the weave did. Networks that are not split need nothing.
+
+    Raises:
+        UserError: names the setting and how to set it.
+    """
+    if result.mode != "weave":
+        return
+    trt = tensorrt()
+    if not config.get_preview_feature(getattr(trt.PreviewFeature, ALIASED_IO)):
+        raise UserError(
+            f"the preview feature {ALIASED_IO} is off, so TensorRT would copy what is still being written",
+            where=_WHERE,
+            fix=f"config.set_preview_feature(PreviewFeature.{ALIASED_IO}, True), or do not split",
+        )
+    if config.max_aux_streams != 0:
+        raise UserError(
+            f"max_aux_streams is {config.max_aux_streams}, so TensorRT may run layers of both halves on other streams",
+            where=_WHERE,
+            fix="set it to 0, or do not split",
+        )
+    if not network.get_flag(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED):
+        raise UserError(
+            "the network is not strongly typed, so TensorRT may convert tensors between a collective and its join",
+            where=_WHERE,
+            fix="create it with NetworkDefinitionCreationFlag.STRONGLY_TYPED, or do not split",
+        )
+    _check_optimum(profiles, result)
+
+
+def _check_optimum(profiles: Sequence[Any], result: WeaveResult) -> None:
+    """A step of kOPT tokens must be split: TensorRT picks the suffix half's kernels for the rows it then has."""
+    plan = result.plan
+    assert plan.region is not None
+    lookup, tokens_ref = plan.region.lookup, plan.tokens_ref
+    split = 0
+    for index, profile in enumerate(profiles):
+        tokens = _dimension(profile, tokens_ref)
+        if tokens is None:
+            what = "profile %d: cannot tell whether its optimum is split: %r is no input with a range"
+            logging.getLogger(__name__).warning(what, index, tokens_ref)
+            return
+        batches = _dimension(profile, plan.batch_ref) if plan.batch_ref is not None else None
+        batch = min(batches[1] if batches is not None else 1, lookup.max_batch)
+        low, optimum, high = (min(n, lookup.max_num_tokens) for n in tokens)
+        counts = _splitting_counts(lookup, batch, low, high)
+        if not counts:
+            continue  # it serves small steps only
+        split += 1
+        if lookup.evaluate(batch, optimum)[1] == 0:
+            raise UserError(
+                f"its optimum of {optimum} tokens in {batch} sequences is not split, so TensorRT would pick the suffix "
+                "half's kernels for no rows",
+                where=f"optimisation profile {index}, input {tokens_ref}",
+                fix=f"optimise for {_middle(counts, high)} tokens (opt_num_tokens), or do not split",
+            )
+    if not split:
+        raise UserError(
+            f"none of {len(profiles)} holds a step that is split",
+            where="optimisation profiles",
+            fix="raise max_num_tokens, use another table, or do not split",
+        )
+
+
+def _dimension(profile: Any, name: str) -> tuple[int, int, int] | None:
+    """Dimension 0 of an input at minimum, optimum and maximum; None where the profile has none."""
+    shapes = [dims_or_none(shape) for shape in profile.get_shape(name)]
+    if len(shapes) != 3 or not all(shapes):
+        return None
+    low, optimum, high = (shape[0] for shape in shapes if shape)
+    return low, optimum, high
+
+
+def _splitting_counts(lookup: PrefixLookup, batch: int, low: int, high: int) -> list[int]:
+    """Token counts between ``low`` and ``high`` that are split, at the ends of token buckets, ascending.
+
+    Inside a bucket the suffix never shrinks as the count grows, so a bucket that splits does so at its end.
+    """
+    grid = range(-(-low // lookup.granularity) * lookup.granularity, high, lookup.granularity)
+    return [n for n in (*grid, high) if lookup.evaluate(batch, n)[1] > 0]
+
+
+def _middle(counts: Sequence[int], high: int) -> int:
+    return next((n for n in counts if 2 * n >= high), counts[-1])
+
+
+def opt_num_tokens(table: TuningTable, max_num_tokens: int, max_batch: int) -> int:
+    """Tokens to optimise a profile for (its kOPT; ``opt_num_tokens`` of ``trtllm-build``).
+
+    The smallest count from half of ``max_num_tokens`` on that is split, or the largest below. Where no step is split:
+    one token of each of ``max_batch`` sequences, as TensorRT-LLM takes it.
+
+    Args:
+        table: The tuning table.
+        max_num_tokens: Most tokens of a step.
+        max_batch: Most sequences of a step; profiles are optimised for half of them, as TensorRT-LLM's are.
+    """
+    lookup = table.prefix_lookup(max_batch, max_num_tokens)
+    counts = _splitting_counts(lookup, (max_batch + 1) // 2, 1, max_num_tokens)
+    return _middle(counts, max_num_tokens) if counts else min(max_batch, max_num_tokens)

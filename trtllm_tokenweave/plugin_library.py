@@ -1,0 +1,135 @@
+"""The TensorRT plugin library: registration with TensorRT, and its C interface (plugins/trt/include)."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_size_t, c_uint64, c_void_p, sizeof
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trtllm_tokenweave.c_interface import OK, LibraryError, Status
+from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.libraries import load_library
+from trtllm_tokenweave.plugin_specs import NAMESPACE, SPECS, VERSION
+from trtllm_tokenweave.tensorrt_module import LINES, tensorrt
+
+#: What every build of the library registers.
+_CREATORS = tuple(spec.name for spec in SPECS)
+
+
+_COUNTERS = (
+    "overlapped",
+    "captured",
+    "in_line",
+    "empty",
+    "joins",
+    "staged",
+    "alias_copies",
+    "unkept_inputs",
+    "fabric_fallbacks",
+    "refused_steps",
+    "unfinished_steps",
+    "while_building",
+)
+
+
+class Counters(ctypes.Structure):
+    """TwPluginCounters: what the plugins of this process queued; see plugins.h."""
+
+    _fields_ = (("struct_bytes", c_size_t), *((name, c_uint64) for name in _COUNTERS))
+
+
+class PluginLibrary:
+    """The C interface of the loaded library."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def last_error(self) -> str:
+        """The newest error of any plugin of this process, an empty string when there is none."""
+        status = Status()
+        self._library.twPluginLastError(byref(status))
+        return bytes(status.message).decode(errors="replace")
+
+    def counters(self) -> dict[str, int]:
+        """What the plugins did since they were loaded, or since :meth:`reset_counters`."""
+        counters = Counters(struct_bytes=sizeof(Counters))
+        self._call("twPluginGetCounters", byref(counters))
+        return {name: int(getattr(counters, name)) for name in _COUNTERS}
+
+    def reset_counters(self) -> None:
+        """Count from zero."""
+        self._library.twPluginResetCounters()
+
+    def tensor_memory(self, device: int, num_bytes: int) -> int:
+        """Address of symmetric memory for the contexts of the engine that runs on ``device``.
+
+        Collective: all ranks call it after they have made their contexts and before their first step. It is the
+        library's, and stays until the last of these contexts is gone.
+
+        Raises:
+            LibraryError: on all ranks, when it cannot be had.
+        """
+        address = c_void_p()
+        self._call("twPluginTensorMemory", ctypes.c_int32(device), c_uint64(num_bytes), byref(address))
+        return address.value or 0
+
+    def _call(self, function: str, *args: Any) -> None:
+        status = Status()
+        if getattr(self._library, function)(*args, byref(status)) != OK:
+            raise LibraryError(status)
+
+
+@cache
+def plugin_library() -> PluginLibrary:
+    """Our plugin library, registered with TensorRT.
+
+    Raises:
+        UserError: as `register`, or it is not there.
+    """
+    loaded = load_library("tokenweave_trt")
+    register(Path(loaded._name), _CREATORS)
+    return PluginLibrary(loaded)
+
+
+_registered: set[Path] = set()
+
+
+def register(path: Path, creators: tuple[str, ...] = (), namespace: str = NAMESPACE) -> None:
+    """Register a library of plugins with TensorRT; once a process, however often this is called.
+
+    Args:
+        path: The library. Libraries other than ours (the reference plugins) are registered with this, too.
+        creators: Names that must be known to TensorRT afterwards, version `plugin_specs.VERSION`.
+        namespace: Their namespace.
+
+    Raises:
+        UserError: when it is not there, or TensorRT does not take it.
+    """
+    path = path.resolve()
+    if path in _registered:
+        return
+    if not path.is_file():
+        raise UserError("there is no such file", where=str(path), fix="build it (plugins/README.md)")
+    registry = tensorrt().get_plugin_registry()
+    fix = f"build it with the headers of TensorRT {tensorrt().__version__} (plugins/README.md)"
+
+    def missing() -> list[str]:
+        return [name for name in creators if registry.get_creator(name, VERSION, namespace) is None]
+
+    try:
+        # None also when another copy has registered the same plugins: then that copy serves.
+        handle = registry.load_library(str(path))
+    except RuntimeError as error:
+        raise UserError(f"TensorRT cannot load it: {error}", where=str(path), fix=fix) from error
+    if missing() or (handle is None and not creators):
+        what = f"TensorRT does not know its plugins {', '.join(missing())}".rstrip()
+        reason = LINES.take_errors()
+        raise UserError(f"{what}: {reason}" if reason else what, where=str(path), fix=fix)
+    _registered.add(path)
+
+
+def plugin_error() -> str:
+    """What our plugins say about the last failure; empty when the library is not loaded or has no error."""
+    return plugin_library().last_error() if plugin_library.cache_info().currsize else ""
