@@ -68,7 +68,7 @@ COMMANDS: tuple[Command, ...] = (
         "plan",
         "trtllm_tokenweave.cli.plan",
         "plan",
-        "Print the split of each step size, and the waves of each GEMM in either half.",
+        "Print the split of each step size and the waves of each GEMM in either half, or predicted times.",
     ),
     Command(
         "table",

@@ -1,4 +1,4 @@
-"""`trtllm-tokenweave plan`: what steps of given sizes would do, and the waves that this costs."""
+"""`trtllm-tokenweave plan`: what steps of given sizes would do, and the waves or the time that this costs."""
 
 from __future__ import annotations
 
@@ -50,9 +50,16 @@ def plan(
     tokens: Annotated[str, typer.Option(metavar="N,N...", help="Token counts of the steps.")] = DEFAULT_TOKENS,
     batch: Annotated[int, typer.Option(help="Sequences of the steps.")] = 1,
     sms: Annotated[int, typer.Option(help="SMs of the GPU.")] = DEFAULT_SMS,
+    predict: Annotated[bool, typer.Option("--predict", help="Predict times instead of counting waves.")] = False,
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --predict: h200-peer (the default) or h100-multimem.")
+    ] = None,
+    gemm: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --predict: GEMM curves of bench gemm for the machine's.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Print the split of each step size and the waves of each GEMM, whole and in either half.
+    """Print the split of each step size and the waves of each GEMM, whole and in either half, or predicted times.
 
     Steps of fewer tokens than --batch are left out: every sequence of a step has at least one token.
     """
@@ -70,6 +77,29 @@ def plan(
             where="--batch",
             fix="raise --tokens or lower --batch",
         )
+    if predict:
+        if table is not None or sms != DEFAULT_SMS:
+            raise UserError(
+                "looks for the best split itself, on a machine that has its SMs",
+                where="--predict",
+                fix="leave out --table and --sms",
+            )
+        # A quarter of a second of imports that counting waves needs none of.
+        from trtllm_tokenweave.cli.predict import make_prediction
+        from trtllm_tokenweave.predict import Workload
+
+        served = tuple(count for count in counts if count >= batch)
+        prediction = make_prediction(preset, Workload(config, tp, batch), machine, gemm, served)
+        if as_json:
+            print_json({**prediction.document(), "skipped": list(skipped)})
+        else:
+            console = Console()
+            prediction.show(console)
+            _print_skipped(console, skipped, batch)
+        return
+    if machine is not None or gemm is not None:
+        option = "--machine" if machine is not None else "--gemm"
+        raise UserError("says what a prediction starts from", where=option, fix="add --predict")
     if table is None:
         tuning = default_table(config, tp, sms=sms)
     else:
@@ -90,9 +120,7 @@ def plan(
         return
     console = Console()
     _print_steps(console, steps, tuning, f"{preset}, tp_size {tp}, batch {batch}, {sms} SMs")
-    if skipped:
-        sizes = ", ".join(map(str, skipped))
-        console.print(f"left out, fewer tokens than the {batch} sequences: {sizes}", highlight=False)
+    _print_skipped(console, skipped, batch)
 
 
 def plan_one(table: TuningTable, shapes: tuple[GemmShape, ...], batch: int, num_tokens: int, sms: int) -> PlannedStep:
@@ -144,6 +172,12 @@ def _step_document(step: PlannedStep) -> dict[str, Any]:
             for waves in step.waves
         ],
     }
+
+
+def _print_skipped(console: Console, skipped: tuple[int, ...], batch: int) -> None:
+    if skipped:
+        sizes = ", ".join(map(str, skipped))
+        console.print(f"left out, fewer tokens than the {batch} sequences: {sizes}", highlight=False)
 
 
 def _print_steps(console: Console, steps: list[PlannedStep], table: TuningTable, title: str) -> None:

@@ -1,0 +1,317 @@
+"""Predicted steps: bounds, the published and measured ratios, files that are what the code gives, and the command."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtllm_tokenweave.cli.app import main
+from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.model_config import preset
+from trtllm_tokenweave.passes.order import serial_order
+from trtllm_tokenweave.plugin_specs import SiteKind
+from trtllm_tokenweave.predict import Predictor, Workload, load_machine, variants
+from trtllm_tokenweave.predict.check import CheckRow, check_document, check_markdown, check_rows, errors, own_rows
+from trtllm_tokenweave.predict.data import FOLDER, Fitted, fitted, machine_data
+from trtllm_tokenweave.predict.fit import fit_all
+from trtllm_tokenweave.predict.step import Kernels, Rows
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs/results"
+LLAMA = preset("llama-3.3-70b")
+COUNTS = (1, 64, 512, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
+
+
+def predictor(machine: str = "h100-multimem", tp_size: int = 8, **options: Any) -> Predictor:
+    return Predictor(load_machine(machine), Workload(LLAMA, tp_size, **options))
+
+
+@pytest.fixture(scope="module", params=["h100-multimem", "h200-peer"])
+def steps(request: pytest.FixtureRequest) -> tuple[Predictor, list[variants.StepTimes]]:
+    made = predictor(request.param, 8 if request.param == "h100-multimem" else 2)
+    return made, [made.predict(count) for count in COUNTS]
+
+
+def test_bounds(steps: tuple[Predictor, list[variants.StepTimes]]) -> None:
+    made, times = steps
+    machine, workload = made.machine, made.workload
+    kernels = Kernels(machine, workload)
+    for step in times:
+        assert step.no_comm_us < step.stock_us
+        assert step.fuse_only_us < step.stock_us
+        for split in (step.even, step.best):
+            if split is None:
+                assert step.num_tokens <= 128
+                continue
+            lengths = workload.sequences(step.num_tokens)
+            halves = Rows(lengths, 0, split.prefix), Rows(lengths, split.prefix, step.num_tokens)
+            compute = sum(op.us for half in halves for kind in SiteKind for op in kernels.block(kind, half))
+            sizes = [workload.activation(half.count) for half in halves]
+            communication = sum(
+                machine.fused_us(ctas, size, workload.tp_size)
+                for size in sizes
+                for ctas in (split.attention_ctas, split.mlp_ctas)
+            )
+            assert split.us >= LLAMA.num_hidden_layers * max(compute, communication)
+            assert split.us <= LLAMA.num_hidden_layers * (1.6 * compute + communication) + 1e5
+        if step.best is not None and step.even is not None:
+            assert step.best.us <= step.even.us
+            assert step.even.offset == 0
+
+
+def test_more_tokens_take_longer(steps: tuple[Predictor, list[variants.StepTimes]]) -> None:
+    _, times = steps
+    for name in ("stock_us", "no_comm_us", "fuse_only_us"):
+        series = [getattr(step, name) for step in times]
+        assert series == sorted(series)
+    woven = [step.best.us for step in times if step.best is not None]
+    assert woven == sorted(woven)
+
+
+def test_large_steps_gain_and_small_ones_do_not(steps: tuple[Predictor, list[variants.StepTimes]]) -> None:
+    _, times = steps
+    large, small = times[-2], predictor().predict(256)
+    assert large.best is not None
+    assert small.best is not None
+    assert large.best.us < large.fuse_only_us
+    assert small.best.us > small.fuse_only_us
+
+
+def test_layers_beyond_the_simulated_repeat_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tokens, offset, ctas in ((1024, 0, 16), (2048, 128, 8), (8192, 0, 2)):
+        short = predictor().woven(tokens, offset, ctas, ctas)
+        monkeypatch.setattr(variants, "SIMULATED_LAYERS", LLAMA.num_hidden_layers)
+        assert predictor().woven(tokens, offset, ctas, ctas).us == pytest.approx(short.us, rel=2e-3)
+        monkeypatch.undo()
+
+
+def test_the_woven_order_is_what_hides_communication(monkeypatch: pytest.MonkeyPatch) -> None:
+    woven = predictor().woven(8192, 0, 8, 8).us
+    monkeypatch.setattr(variants, "collective_order", serial_order)
+    made = predictor()
+    size = made.workload.activation(4096)
+    hidden = 2 * 2 * LLAMA.num_hidden_layers * made.machine.fused_us(8, size, 8)
+    # Extrapolation from the last layers does not hold for this order: it ends one half before the other begins.
+    monkeypatch.setattr(variants, "SIMULATED_LAYERS", LLAMA.num_hidden_layers)
+    assert made.woven(8192, 0, 8, 8).us > woven + 0.7 * hidden
+
+
+def test_sequences_and_stand_ins() -> None:
+    one, eight = predictor().stock_us(8192), predictor(batch=8).stock_us(8192)
+    assert eight < one
+    few, many = (predictor(stand_in_keys=keys).stock_us(8192) for keys in (512, 4096))
+    assert few < many
+
+
+def test_notes() -> None:
+    assert predictor().notes == ()
+    made = Predictor(load_machine("h200-peer"), Workload(preset("qwen2.5-72b"), 4))
+    assert "measured at tp_size 2 and are scaled by traffic" in made.notes[0]
+    assert "wave model" in made.notes[1]
+
+
+@pytest.fixture(scope="module")
+def fresh() -> tuple[Fitted, list[CheckRow]]:
+    machines = fit_all()
+    rows = check_rows(machines, RESULTS)
+    return Fitted(machines=machines, errors=errors(rows)), rows
+
+
+def same(made: Any, kept: Any) -> bool:
+    """Equal but for the last digits, which may differ with the linear algebra library."""
+    if isinstance(made, dict):
+        return isinstance(kept, dict) and made.keys() == kept.keys() and all(same(made[k], kept[k]) for k in made)
+    if isinstance(made, list):
+        return isinstance(kept, list) and len(made) == len(kept) and all(map(same, made, kept))
+    if isinstance(made, float) and isinstance(kept, float):
+        return made == pytest.approx(kept, rel=2e-4, abs=1.5e-4)
+    return bool(made == kept)
+
+
+AGAIN = "run `python -m trtllm_tokenweave.predict` and commit both files"
+
+
+def test_committed_files_are_what_the_code_gives(fresh: tuple[Fitted, list[CheckRow]]) -> None:
+    made, rows = fresh
+    assert same(made.model_dump(mode="json"), json.loads((FOLDER / "fitted.json").read_text())), AGAIN
+    document = json.loads((RESULTS / "predict_check.json").read_text())
+    assert same(check_document(rows), document), AGAIN
+    assert all(set(row) == {"source", "num_tokens", "measured_ratio", "predicted_ratio"} for row in document["rows"])
+    assert check_markdown(document) in (ROOT / "docs/prediction.md").read_text()
+
+
+def test_a_stale_file_is_noticed(fresh: tuple[Fitted, list[CheckRow]]) -> None:
+    document = check_document(fresh[1])
+    stale = json.loads(json.dumps(document))
+    stale["rows"][3]["predicted_ratio"] += 0.001
+    assert not same(document, stale)
+    stale = json.loads(json.dumps(document))
+    stale["rows"].pop()
+    assert not same(document, stale)
+
+
+def test_the_documentation_names_every_miss(fresh: tuple[Fitted, list[CheckRow]]) -> None:
+    text = (ROOT / "docs/prediction.md").read_text()
+    missed = [row for row in fresh[1] if abs(row.error) > 0.05 and "mixtral" not in row.source]
+    assert missed
+    for row in missed:
+        assert f"{row.num_tokens} tokens ({row.error:+.1%}".replace("%", " %") in text, row
+
+
+def test_the_machine_has_the_measured_collectives() -> None:
+    """After a new kernel_tp2.json, copy norm_us and sweep of hidden 8192 to h200_peer.json; then fit and check."""
+    data = machine_data("h200-peer")
+    rows = [row for row in json.loads((RESULTS / "kernel_tp2.json").read_text())["rows"] if row["hidden"] == 8192]
+    assert data.norm == tuple((row["num_tokens"], row["norm_us"]) for row in rows)
+    for ctas, points in data.fused.items():
+        sweeps = ((row["num_tokens"], row["sweep"].get(str(ctas))) for row in rows)
+        assert points == tuple(point for point in sweeps if point[1] is not None)
+
+
+def off(rows: Sequence[CheckRow], source: str) -> list[float]:
+    found = [abs(row.error) for row in rows if source in row.source]
+    assert found
+    return found
+
+
+def test_the_paper_is_reproduced(fresh: tuple[Fitted, list[CheckRow]]) -> None:
+    rows = fresh[1]
+    assert max(off(rows, "llama-3.3-70b, tp 8: no communication")) < 0.05
+    woven = off(rows, "llama-3.3-70b, tp 8: best split")
+    assert len(woven) == 6
+    # One of six misses 5 %: docs/prediction.md says which.
+    assert sorted(woven)[-2] < 0.05
+    assert max(woven) < 0.07
+    assert max(off(rows, "qwen2.5-72b, tp 8: best split")) < 0.05
+    assert all(row.role == ("fit" if "qwen2.5-72b, tp 8: no comm" in row.source else "check") for row in rows)
+
+
+def test_our_own_measurements_are_reproduced(fresh: tuple[Fitted, list[CheckRow]]) -> None:
+    assert max(off(fresh[1], "kernel_tp2")) < 0.055
+    assert max(off(fresh[1], "overlap_tp2")) < 0.05
+
+
+STACK = {
+    "what": "8 decoder layers, hidden 8192, tp_size 2, bfloat16; attention a stand-in of 2048 keys; ms a step",
+    "rows": [
+        {"num_tokens": 4096, "mode": mode, "gemm": gemm, "stock_ms": 60.0, "fuse_only_ms": 57.0, "woven_ms": 54.0}
+        | {"no_comm_ms": 55.0, "error": 0.001}
+        for mode in ("eager", "graph")
+        for gemm in ("trt", "budget")
+    ],
+}
+
+
+def test_a_measured_stack_joins_the_check(tmp_path: Path) -> None:
+    (tmp_path / "stack_tp2.json").write_text(json.dumps(STACK))
+    rows = [row for row in own_rows(fitted().machines, tmp_path) if row.source.startswith("stack_tp2")]
+    assert [row.source.split(": ")[1] for row in rows] == 2 * [
+        "no_comm / stock",
+        "fuse_only / stock",
+        "woven / stock",
+    ]
+    assert [row.measured for row in rows[:3]] == pytest.approx([55 / 60, 57 / 60, 54 / 60])
+    assert all(0.5 < row.predicted < 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("stack_tp2", json.dumps({**STACK, "what": "a stack"})),
+        ("stack_tp2", json.dumps({**STACK, "what": str(STACK["what"]).replace("8192", "4096")})),
+        ("stack_tp2", json.dumps({**STACK, "rows": [{"gemm": "trt"}]})),
+        ("kernel_tp2", '{"rows": [{}]}'),
+        ("overlap_tp2", "[]"),
+    ],
+)
+def test_wrong_results(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="is not what bench writes") as caught:
+        own_rows(fitted().machines, tmp_path)
+    assert caught.value.where == str(path)
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["plan", "--preset", "llama-3.3-70b", *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ("--predict", "--machine", "h100-multimem", "--tokens", "64,2048,16384", "--batch", "100")
+    code, out, _ = call(capsys, *words)
+    assert code == 0
+    assert "left out, fewer tokens than the 100 sequences: 64" in out
+    for part in ("prefill of 100 sequences, h100-multimem", "stock ms", "no comm", "8192+8192", "arXiv:2505.11329"):
+        assert part in out
+    (error,) = (e for e in fitted().errors["h100-multimem"] if "llama" in e.source and "best" in e.source)
+    assert f"worst {error.worst:+.1%}" in out
+    code, out, _ = call(capsys, *words, "--json")
+    document = json.loads(out)
+    assert document["skipped"] == [64]
+    step = document["steps"][0]
+    assert step["ratios"]["best"] == pytest.approx(step["best"]["us"] / step["stock_us"], abs=1e-4)
+    assert {e["role"] for e in document["errors"]} == {"check"}
+
+
+def test_command_takes_curves_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    curves = json.loads((FOLDER / "gemm_h200.json").read_text())
+    for curve in curves["curves"]:
+        curve["points"] = [[tokens, 2 * us] for tokens, us in curve["points"]]
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({**curves, "source": "twice as slow"}))
+    times = []
+    for more in ((), ("--gemm", str(own))):
+        code, out, _ = call(capsys, "--predict", "--tp", "2", "--tokens", "4096", "--json", *more)
+        assert code == 0
+        times.append(json.loads(out)["steps"][0]["stock_us"])
+    assert 1.5 < times[1] / times[0] < 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--tp", "0"), "below 1"),
+        (("--tp", "128"), "larger than the model's 64 attention heads"),
+        (("--preset", "llama-9"), "no preset called"),
+        (("-o", "."), "is a folder"),
+    ],
+)
+def test_bench_gemm_refuses(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "gemm", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bench_gemm_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec("torch") is not None:
+        pytest.skip("PyTorch is installed: there may be GPUs")
+    assert main(["bench", "gemm"]) == 2
+    assert "PyTorch is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--machine", "h200-peer"), "add --predict"),
+        (("--gemm", "x.json"), "add --predict"),
+        (("--predict", "--machine", "abacus"), "choose one of h200-peer"),
+        (("--predict", "--gemm", "none.json"), "cannot be read"),
+        (("--predict", "--gemm", str(ROOT / "README.md")), "is no result of bench gemm"),
+        (("--predict", "--table", "x.json"), "leave out --table and --sms"),
+        (("--predict", "--sms", "66"), "leave out --table and --sms"),
+        (("--predict", "--tp", "1"), "no collectives"),
+        (("--predict", "--tokens", "0"), "not a list of token counts"),
+    ],
+)
+def test_command_refuses(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, *words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
