@@ -23,7 +23,8 @@ from trtllm_tokenweave.bench import peers
 from trtllm_tokenweave.bench.processes import run_ranks
 from trtllm_tokenweave.bench.timing import Aligner, Operation, over_ranks, time_all
 from trtllm_tokenweave.config import prepare_benchmark
-from trtllm_tokenweave.native import ROOT, Call, Group, LaunchConfig, RankTensors, library
+from trtllm_tokenweave.libraries import ROOT
+from trtllm_tokenweave.native import Call, Group, LaunchConfig, RankTensors, library
 
 CTAS = (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 132)
 EPS = 1e-5

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from trtllm_tokenweave.bench.timing import Operation
-from trtllm_tokenweave.native import ROOT, Call, Group, RankTensors
+from trtllm_tokenweave.libraries import ROOT
+from trtllm_tokenweave.native import Call, Group, RankTensors
 
 Finish = Callable[[torch.Tensor, RankTensors], None]
 

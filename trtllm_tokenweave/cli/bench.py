@@ -12,6 +12,7 @@ import typer
 
 from trtllm_tokenweave.atomic import check_target, replace_file
 from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.model_config import preset as model_preset
 from trtllm_tokenweave.report import write_picture
 
 app = typer.Typer(no_args_is_help=True, help="Measure on the GPUs of this machine; redraw plots.")
@@ -27,13 +28,13 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
     return found
 
 
-def _need_two_gpus() -> None:
+def _need_gpus(needed: int) -> None:
     if importlib.util.find_spec("torch") is None:
         raise UserError("PyTorch is not installed", where="bench", fix="pip install 'trtllm-tokenweave[torch]'")
     import torch
 
-    if torch.cuda.device_count() < 2:
-        raise UserError(f"this machine has {torch.cuda.device_count()} GPUs, two are needed", where="bench")
+    if torch.cuda.device_count() < needed:
+        raise UserError(f"this machine has {torch.cuda.device_count()} GPUs, {needed} needed", where="bench")
 
 
 def _finish(document: Mapping[str, Any], output: Path | None, as_json: bool) -> None:
@@ -62,7 +63,7 @@ def kernel(
     sizes, counts = _numbers(hidden, "--hidden"), _numbers(tokens, "--tokens")
     if output is not None:
         check_target(output)
-    _need_two_gpus()
+    _need_gpus(2)
     from trtllm_tokenweave.bench.kernel import KernelBench, measure_kernel
 
     _finish(measure_kernel(KernelBench(sizes, counts, peers)), output, as_json)
@@ -73,10 +74,55 @@ def overlap(output: Output = None, as_json: AsJson = False) -> None:
     """Time a GEMM beside the collective of the other half, by CTA count, eager and in a CUDA graph."""
     if output is not None:
         check_target(output)
-    _need_two_gpus()
+    _need_gpus(2)
     from trtllm_tokenweave.bench.overlap import measure_overlap
 
     _finish(measure_overlap(), output, as_json)
+
+
+@app.command()
+def gemm(
+    preset: Annotated[str, typer.Option(help="Model shape.")] = "llama-3.3-70b",
+    tp: Annotated[str, typer.Option(metavar="N,N...", help="tp sizes whose shapes to measure.")] = "2,8",
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time a model's GEMMs by token count on one GPU, for `plan --predict --gemm`."""
+    sizes, config = _numbers(tp, "--tp"), model_preset(preset)
+    for size in sizes:
+        config.local(size)
+    if output is not None:
+        check_target(output)
+    _need_gpus(1)
+    from trtllm_tokenweave.bench.gemm import measure_gemms
+
+    _finish(measure_gemms(config, sizes).model_dump(mode="json"), output, as_json)
+
+
+@app.command()
+def stack(
+    preset: Annotated[str, typer.Option(help="Model shape.")] = "llama-3.3-70b",
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 8,
+    tokens: Annotated[str, typer.Option(help="Token counts.")] = "1024,2048,4096,8192",
+    gemm: Annotated[str, typer.Option(help="Whose GEMMs woven engines have: trt, budget, or both.")] = "trt,budget",
+    gemm_sms: Annotated[int, typer.Option(help="SMs that budget GEMMs keep to beside a collective.")] = 116,
+    ctas: Annotated[int, typer.Option(help="CTAs of a collective.")] = 16,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time decoder layers in TensorRT engines, stock and woven; run it under mpirun, one process a GPU."""
+    counts, config, gemms = _numbers(tokens, "--tokens"), model_preset(preset), tuple(gemm.split(","))
+    if not set(gemms) <= {"trt", "budget"}:
+        raise UserError(f"{gemm!r} is neither trt, budget nor both", where="--gemm")
+    if output is not None:
+        check_target(output)
+    _need_gpus(2)
+    from trtllm_tokenweave.bench.stack_run import StackArguments, run_stack
+
+    config = config.model_copy(update={"num_hidden_layers": layers})
+    document = run_stack(StackArguments(config, counts, gemms, gemm_sms, ctas))
+    if document is not None:
+        _finish(document, output, as_json)
 
 
 @app.command()

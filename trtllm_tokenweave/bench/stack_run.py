@@ -1,0 +1,68 @@
+"""What `trtllm-tokenweave bench stack` does around the measurement: its arguments, its ranks, its document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from trtllm_tokenweave.bench.kernel import command, machine
+from trtllm_tokenweave.bench.stack import Gemm, StackBench, measure_stack
+from trtllm_tokenweave.bench.stack_network import Stack
+from trtllm_tokenweave.comm import MpiComm
+from trtllm_tokenweave.config import read_environment
+from trtllm_tokenweave.device import current_gpu, use_device
+from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.libraries import find_library
+from trtllm_tokenweave.mapping import Mapping
+from trtllm_tokenweave.model_config import ModelConfig
+from trtllm_tokenweave.passes import WeaveOptions
+from trtllm_tokenweave.plugin_library import plugin_library, register
+from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow, default_table
+from trtllm_tokenweave.tensorrt_module import tensorrt
+from trtllm_tokenweave.waves import table_key
+
+#: Seconds that a rank waits for another: engines are built in the meantime, each rank its own.
+_PATIENCE = 600.0
+
+
+@dataclass(frozen=True)
+class StackArguments:
+    """The command's options."""
+
+    config: ModelConfig
+    tokens: tuple[int, ...]
+    gemms: tuple[str, ...]
+    gemm_sms: int
+    ctas: int
+
+
+def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
+    """Measure on the ranks that mpirun started; the document on rank 0, None on the others.
+
+    Raises:
+        UserError: options that do not fit, or a machine that cannot do it.
+    """
+    launcher = read_environment().launcher
+    if launcher is None or launcher.size < 2:
+        fix = "mpirun -n 2 trtllm-tokenweave bench stack ..."
+        raise UserError("there is one rank, so nothing to communicate", where="bench stack", fix=fix)
+    config = arguments.config
+    config.local(launcher.size)
+    launch = LaunchConfig(ctas=arguments.ctas, gemm_sms=arguments.gemm_sms)
+    row = TableRow(tokens=Bucket(lo=1), mode="weave", attention=launch, mlp=launch)
+    table = default_table(table_key(config, launcher.size)).model_copy(update={"rows": (row,)})
+    gpu = current_gpu()
+    comm = MpiComm(timeout=_PATIENCE)
+    use_device(comm.rank)
+    plugin_library()
+    reference = find_library("tokenweave_reference")
+    if reference is None:
+        raise UserError("is not installed", where="libtokenweave_reference.so", fix="build it (plugins/README.md)")
+    register(reference, ("AllReduce",), "tensorrt_llm")
+    options = WeaveOptions(Mapping(comm.size, comm.rank, comm.size), table, 8, max(arguments.tokens))
+    bench = StackBench(Stack(config, options), arguments.tokens, gemms=cast("tuple[Gemm, ...]", arguments.gemms))
+    document = measure_stack(bench, comm)
+    if comm.rank != 0:
+        return None
+    versions = {"tensorrt": str(tensorrt().__version__), "cuda_runtime": gpu.runtime, "cuda_driver": gpu.driver}
+    return {"command": f"mpirun -n {comm.size} {command()}", "machine": machine() | versions, **document}

@@ -1,0 +1,80 @@
+"""When each kernel ran, and on which stream: what overlaps what (PyTorch's profiler is needed to measure)."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a timeline; times in microseconds from the first kernel's start."""
+
+    name: str
+    stream: int
+    start_us: float
+    end_us: float
+
+
+def record(run: Callable[[], None]) -> list[Kernel]:
+    """Kernels of ``run``, which queues work and waits for it; in order of their starts."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        return parse(json.loads(trace.read_text()))
+
+
+def parse(trace: dict[str, Any]) -> list[Kernel]:
+    """Kernels of a Chrome trace."""
+    events = [e for e in trace.get("traceEvents", ()) if e.get("cat") == "kernel"]
+    first = min((e["ts"] for e in events), default=0.0)
+    kernels = [
+        Kernel(e["name"], int(e["args"]["stream"]), round(e["ts"] - first, 1), round(e["ts"] + e["dur"] - first, 1))
+        for e in events
+    ]
+    return sorted(kernels, key=lambda k: k.start_us)
+
+
+def is_collective(kernel: Kernel) -> bool:
+    """Whether a kernel is one of ours, or NCCL's."""
+    return "all_reduce_rms_norm" in kernel.name or kernel.name.startswith("nccl")
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def summary(kernels: Sequence[Kernel]) -> dict[str, float]:
+    """Microseconds: of the whole, of compute and collectives, of both at once, and of neither."""
+    ours = _union((k.start_us, k.end_us) for k in kernels if is_collective(k))
+    others = _union((k.start_us, k.end_us) for k in kernels if not is_collective(k))
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in ours for b in others)
+    busy = _union([*ours, *others])
+    whole = busy[-1][1] - busy[0][0] if busy else 0.0
+    figures = {
+        "whole_us": whole,
+        "compute_us": sum(b - a for a, b in others),
+        "collective_us": sum(b - a for a, b in ours),
+        "both_us": both,
+        "idle_us": whole - sum(b - a for a, b in busy),
+    }
+    return {name: round(value, 1) for name, value in figures.items()}
+
+
+def document(kernels: Sequence[Kernel]) -> dict[str, Any]:
+    """A timeline as it goes into a result."""
+    return {"summary": summary(kernels), "kernels": [asdict(k) | {"name": k.name[:80]} for k in kernels]}
