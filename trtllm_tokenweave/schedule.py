@@ -47,8 +47,9 @@ class SplitPlan:
         batch: Sequences of the step.
         split: Tokens of the prefix half, 0 <= split <= num_tokens; split == num_tokens means no suffix.
         mode: "weave" when both halves hold tokens, else "fuse" (the fused collective only).
-        attention: Launch configuration of the collective that follows attention.
-        mlp: Launch configuration of the collective that follows the MLP.
+        attention: Launch configuration of the collective that follows attention. Its CTAs are those beside the other
+            half's work: a collective that runs alone takes the kernel's own number, unless the row says "fuse".
+        mlp: The same of the collective that follows the MLP.
         source: "table" when a row of the table matched, else "default".
         reason: Why, in words.
     """

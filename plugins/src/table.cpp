@@ -153,6 +153,7 @@ StepPlan TuningTable::plan_step(int64_t batch, int64_t num_tokens) const {
   }
   plan.weave = plan.split < num_tokens;
   if (plan.from_row) {
+    plan.alone = !row->weave;
     plan.attention = row->attention;
     plan.mlp = row->mlp;
   }

@@ -29,6 +29,7 @@ struct StepPlan {
   int64_t split = 0;      ///< tokens of the prefix half
   bool weave = false;     ///< both halves hold tokens
   bool from_row = false;  ///< a row of the table matched, not the default rule
+  bool alone = false;     ///< the row says fuse: its launch configurations are for collectives with no work beside them
   TableLaunch attention, mlp;
 };
 

@@ -31,7 +31,9 @@ LayerStep layer_step(const nvinfer1::PluginTensorDesc& rows, const nvinfer1::Plu
 
 TableLaunch launch_of(const TuningTable& table, const LayerStep& step, SiteKind kind) {
   const StepPlan plan = table.plan_step(step.sequences, step.tokens);
-  return kind == SiteKind::kAttention ? plan.attention : plan.mlp;
+  TableLaunch launch = kind == SiteKind::kAttention ? plan.attention : plan.mlp;
+  if (!step.split() && !plan.alone) launch.ctas = 0;
+  return launch;
 }
 
 Status read_table_field(const std::vector<uint8_t>& bytes, int32_t type_id, std::shared_ptr<const TuningTable>* table) {

@@ -32,7 +32,8 @@ int64_t first_dim(const nvinfer1::Dims& dims);
 LayerStep layer_step(const nvinfer1::PluginTensorDesc& rows, const nvinfer1::PluginTensorDesc& num_tokens_ref,
                      const nvinfer1::PluginTensorDesc& batch_ref);
 
-/// The launch configuration of the step's row; the default without one.
+/// The launch configuration of the step's row; the default without one. A collective that runs alone leaves no SMs to
+/// anybody: it takes the kernel's own number of CTAs (0), unless the row was made for such steps.
 TableLaunch launch_of(const TuningTable& table, const LayerStep& step, SiteKind kind);
 
 /// Checks the field 'type_id' and reads the field 'table', which may be empty: the default rule.

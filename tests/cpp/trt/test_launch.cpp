@@ -19,15 +19,28 @@ TEST_F(Launch, IsTheRowsOfTheStep) {
     ASSERT_EQ(start.change_shape(), 0);
     for (const nlohmann::json& step : document("batches")["cases"]) {
       const int64_t tokens = step["num_tokens"], batch = step["batch"];
-      if (tokens == 0) continue;
+      if (tokens < 2) continue;
       SCOPED_TRACE(step);
-      ASSERT_EQ(start.run({tokens, tokens, batch}), 0);
+      ASSERT_EQ(start.run({tokens - 1, tokens, batch}), 0);
       const nlohmann::json& expected = step[kind == 0 ? "attention" : "mlp"];
       EXPECT_EQ(gpu().launch.ctas, expected["ctas"]);
       EXPECT_EQ(gpu().launch.threads, expected["threads"]);
       EXPECT_EQ(gpu().launch.fabric == TW_FABRIC_PEER, expected["fabric"] == "peer");
       EXPECT_EQ(gpu().launch.struct_bytes, sizeof(TwLaunchConfig));
     }
+  }
+}
+
+TEST_F(Launch, ACollectiveAloneTakesAllTheCtasItWants) {
+  Start start{fields("batches")};
+  ASSERT_EQ(start.change_shape(), 0);
+  for (const nlohmann::json& row : document("batches")["table"]["rows"]) {
+    SCOPED_TRACE(row);
+    const int64_t tokens = row["tokens"]["lo"], batch = row["batch"]["lo"];
+    ASSERT_EQ(start.run({tokens, tokens, batch}), 0);
+    // A fuse row was made for it.
+    EXPECT_EQ(gpu().launch.ctas, row["mode"] == "fuse" ? row["attention"]["ctas"].get<int>() : 0);
+    EXPECT_EQ(gpu().launch.threads, row["attention"]["threads"]);
   }
 }
 
@@ -69,7 +82,7 @@ TEST_F(Launch, TheTableIsPartOfTheEngine) {
 TEST_F(Launch, HasDefaultsWithoutATable) {
   Start start{fields("batches").remove("table")};
   ASSERT_EQ(start.change_shape(), 0);
-  EXPECT_EQ(start.run({100, 100, 1}), 0);
+  EXPECT_EQ(start.run({50, 100, 1}), 0);
   EXPECT_EQ(gpu().launch.fabric, TW_FABRIC_AUTO);
   EXPECT_EQ(gpu().launch.ctas, 16);
   EXPECT_EQ(gpu().launch.threads, 1024);
