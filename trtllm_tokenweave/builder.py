@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
+from trtllm_tokenweave.agreement import on_all_ranks
 from trtllm_tokenweave.atomic import check_target, replace_file
 from trtllm_tokenweave.config import building
 from trtllm_tokenweave.device import Gpu, current_gpu
@@ -23,6 +26,7 @@ from trtllm_tokenweave.tensorrt_module import create_builder, logger, tensorrt, 
 from trtllm_tokenweave.trt import dims_or_none
 
 if TYPE_CHECKING:
+    from trtllm_tokenweave.comm import CommBackend
     from trtllm_tokenweave.passes import WeaveResult
     from trtllm_tokenweave.table import PrefixLookup, TuningTable
 
@@ -131,6 +135,40 @@ def build(make_network: Callable[[Any], WeaveResult], settings: BuilderSettings)
     if report.failed:
         raise TokenWeaveError(f"the engine fails its check: {report.failed[0]} ({len(report.failed)} failed)")
     return Plan(data, result, report, tensors, gpu)
+
+
+def build_on_all_ranks(
+    comm: CommBackend, make_network: Callable[[Any], WeaveResult], settings: BuilderSettings
+) -> Plan:
+    """Build every rank's plan, rank 0's first; collective over ``comm``.
+
+    The others start from rank 0's timings: so all run the same kernels, and their activations lie at the same
+    offsets, which symmetric memory asks for.
+
+    Args:
+        comm: The ranks.
+        make_network: As for :func:`build`.
+        settings: With a timing cache, each rank its own file.
+
+    Raises:
+        UserError, TokenWeaveError: on all ranks, when one cannot build.
+    """
+    cache = settings.timing_cache
+    if cache is None:
+        raise UserError("is not given", where="timing_cache", fix="name a file, each rank its own")
+
+    def build_here() -> Plan:
+        return build(make_network, settings)
+
+    first = on_all_ranks(comm, "building rank 0", lambda: build_here() if comm.rank == 0 else None)
+    mine = np.frombuffer(cache.read_bytes() if comm.rank == 0 else b"", np.int8)
+    timings = comm.all_gather("timings of rank 0", mine)[0].tobytes()
+
+    def build_after() -> Plan:
+        replace_file(cache, lambda aside: aside.write_bytes(timings))
+        return build_here()
+
+    return on_all_ranks(comm, "building the other ranks", lambda: build_after() if first is None else first)
 
 
 # ---- settings

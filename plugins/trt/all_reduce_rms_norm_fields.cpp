@@ -88,6 +88,7 @@ uint64_t AllReduceRmsNormFields::engine_hash() const {
   Hash hash;
   hash.add(twVersion(), std::strlen(twVersion()));
   hash.add(type_id);
+  hash.add(side_stream);  // a split engine and a fused one of the same model are two
   hash.add(hidden);
   hash.add(max_step_tokens);
   hash.add(group.data(), group.size() * sizeof(int32_t));

@@ -72,24 +72,37 @@ Status SideStream::prepare(uint64_t tensor_bytes) {
                                         ". Fix: create all execution contexts, then ask for tensor memory, then run");
 }
 
+bool SideStream::has_group() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return group_ != nullptr;
+}
+
 Status SideStream::tensor_memory(int device, uint64_t bytes, void** data) {
-  std::shared_ptr<SideStream> only;
+  std::vector<std::shared_ptr<SideStream>> engines;
   {
     Registry& all = registry();
     const std::lock_guard<std::mutex> lock(all.mutex);
     for (const auto& [key, known] : all.side_streams) {
       std::shared_ptr<SideStream> one = key.device == device ? known.lock() : nullptr;
-      if (one == nullptr) continue;
-      if (only != nullptr) return error(TW_UNSUPPORTED, "device " + std::to_string(device) + " runs several engines");
-      only = std::move(one);
+      if (one != nullptr) engines.push_back(std::move(one));
     }
   }
-  if (only == nullptr) {
-    return error(TW_INVALID_ARGUMENT, "device " + std::to_string(device) +
-                                          " runs no engine of ours. Fix: create the execution contexts first");
+  const std::string where = "device " + std::to_string(device);
+  if (engines.empty()) {
+    return error(TW_INVALID_ARGUMENT, where + " runs no engine of ours. Fix: create the execution contexts first");
   }
-  TW_RETURN_IF_ERROR(only->prepare(bytes));
-  *data = only->group_->tensor_memory();
+  // Those that have met their ranks have the memory that they asked for.
+  if (engines.size() > 1) {
+    engines.erase(std::remove_if(engines.begin(), engines.end(), [](const auto& one) { return one->has_group(); }),
+                  engines.end());
+    if (engines.size() != 1) {
+      return error(TW_UNSUPPORTED, where + " has " + std::to_string(engines.size()) +
+                                       " engines that have not run yet, so it is not clear whose memory this is. Fix: "
+                                       "create the contexts of one, ask for its memory, then go on to the next");
+    }
+  }
+  TW_RETURN_IF_ERROR(engines.front()->prepare(bytes));
+  *data = engines.front()->group_->tensor_memory();
   return {};
 }
 

@@ -87,6 +87,8 @@ class SideStream : public std::enable_shared_from_this<SideStream> {
   Status join(const Join& join, cudaStream_t main);
 
  private:
+  bool has_group();
+
   struct Site {
     Event fork, started, done;
     uint64_t step = 0;        ///< the step that ran it last

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from support.stack import Stack
 
 import trtllm_tokenweave.recorder as recorder
-from trtllm_tokenweave.builder import BuilderSettings, Plan, ShapeRange, build, opt_num_tokens
+from trtllm_tokenweave.builder import BuilderSettings, Plan, ShapeRange, build_on_all_ranks, opt_num_tokens
 from trtllm_tokenweave.comm import CommBackend, SingleComm
 from trtllm_tokenweave.device import DeviceArray, Stream
 from trtllm_tokenweave.engine import Engine, save_engine
@@ -105,7 +105,8 @@ class Built:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         hidden, best = self.shape.hidden, opt_num_tokens(self.shape.table(self.comm.size), MAX_TOKENS, 8)
         ranges = ShapeRange((1, hidden), (best, hidden), (MAX_TOKENS, hidden))
-        return build(
+        return build_on_all_ranks(
+            self.comm,
             self.make,
             BuilderSettings(
                 ({"x": ranges},),

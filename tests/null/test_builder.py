@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,8 +15,17 @@ from hypothesis import strategies as st
 from support.fake_gpu import CreationFlag, FakeEngine, FakeRuntime
 from support.stack import Stack, options, table
 
-from trtllm_tokenweave import tensorrt_module
-from trtllm_tokenweave.builder import BuilderSettings, ShapeRange, build, check_settings, configure, opt_num_tokens
+from trtllm_tokenweave import builder, tensorrt_module
+from trtllm_tokenweave.builder import (
+    BuilderSettings,
+    ShapeRange,
+    build,
+    build_on_all_ranks,
+    check_settings,
+    configure,
+    opt_num_tokens,
+)
+from trtllm_tokenweave.comm import LocalComm, run_ranks
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
 from trtllm_tokenweave.network import Graph
 from trtllm_tokenweave.passes import WeaveOptions, WeaveResult, names, weave
@@ -404,3 +414,50 @@ def test_without_a_gpu_tensorrt_is_not_touched(fake: FakeBuild, cuda: FakeRuntim
     trt.__dict__["Builder"] = None
     with pytest.raises(UserError, match="no GPU can be used"):
         build(make, settings())
+
+
+# ---- several ranks
+
+
+def build_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, failing: int | None = None) -> tuple[list[Any], Any]:
+    """What three ranks get, or the error of each; and (rank, timings that it started from) in order."""
+    order: list[tuple[int, bytes | None]] = []
+
+    def fake_build(rank: Any, settings: BuilderSettings) -> Any:
+        cache = settings.timing_cache
+        assert cache is not None
+        order.append((rank, cache.read_bytes() if cache.exists() else None))
+        if rank == failing:
+            raise UserError("does not fit", where="profile")
+        cache.write_bytes(bytes([200, rank]))
+        return f"plan {rank}"
+
+    def job(comm: LocalComm) -> Any:
+        made: Any = comm.rank
+        try:
+            return build_on_all_ranks(comm, made, settings(timing_cache=folder / f"{comm.rank}.cache"))
+        except UserError as error:
+            return str(error)
+
+    monkeypatch.setattr(builder, "build", fake_build)
+    return run_ranks([partial(job, comm) for comm in LocalComm.group(3)]), order
+
+
+def test_other_ranks_start_from_rank_0s_timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "2.cache").write_bytes(b"of another day")
+    plans, order = build_ranks(tmp_path, monkeypatch)
+    assert plans == ["plan 0", "plan 1", "plan 2"]
+    assert order[0] == (0, None)
+    assert sorted(order[1:]) == [(1, bytes([200, 0])), (2, bytes([200, 0]))]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_build_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    errors, order = build_ranks(tmp_path, monkeypatch, failing)
+    assert errors == [f"rank {failing}, profile: does not fit"] * 3
+    assert len(order) == (1 if failing == 0 else 3)
+
+
+def test_ranks_need_a_timing_cache() -> None:
+    with pytest.raises(UserError, match="timing_cache: is not given"):
+        build_on_all_ranks(LocalComm.group(1)[0], make, settings())

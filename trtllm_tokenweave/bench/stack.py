@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trtllm_tokenweave.agreement import gather_json, on_all_ranks
+from trtllm_tokenweave.agreement import gather_json
 from trtllm_tokenweave.bench import timeline
 from trtllm_tokenweave.bench.stack_network import VARIANTS, Stack, Variant
-from trtllm_tokenweave.builder import BuilderSettings, ShapeRange, build, opt_num_tokens
+from trtllm_tokenweave.builder import BuilderSettings, ShapeRange, build_on_all_ranks, opt_num_tokens
 from trtllm_tokenweave.comm import CommBackend
 from trtllm_tokenweave.device import DeviceArray, Stream, call
 from trtllm_tokenweave.engine import Engine
@@ -54,12 +54,14 @@ class StackBench:
         tokens: Token counts of the table of results.
         small_tokens: Token counts of steps that are not split, timed for GPU and CPU.
         gemms: Whose GEMMs the woven engine has: TensorRT's ("trt"), our plugin's ("budget").
+        symmetric: Activations of woven and fused engines lie in symmetric memory; else collectives copy.
     """
 
     stack: Stack
     tokens: tuple[int, ...] = (1024, 2048, 4096, 8192)
     small_tokens: tuple[int, ...] = (1, 16, 64)
     gemms: tuple[Gemm, ...] = ("trt", "budget")
+    symmetric: bool = True
 
 
 @dataclass
@@ -75,22 +77,20 @@ class Running:
 
     @classmethod
     def make(
-        cls, stack: Stack, variant: Variant, comm: CommBackend, folder: Path, fused_memory_bytes: int | None
+        cls, bench: StackBench, stack: Stack, variant: Variant, comm: CommBackend, folder: Path, fused: int | None
     ) -> Running:
-        """Build and load; all ranks together."""
-        options, hidden = stack.options, stack.config.hidden_size
+        """Build and load; all ranks together. ``fused``: activation memory of the fuse-only engine."""
+        options, hidden, symmetric = stack.options, stack.config.hidden_size, bench.symmetric
         best = opt_num_tokens(options.table, options.max_num_tokens, options.max_batch_size)
         ranges = ShapeRange((1, hidden), (best, hidden), (options.max_num_tokens, hidden))
         settings = BuilderSettings(
             ({"x": ranges},),
             timing_cache=folder / f"timing{comm.rank}.cache",
-            fused_memory_bytes=fused_memory_bytes,
+            fused_memory_bytes=fused,
         )
-        plan = on_all_ranks(
-            comm, f"building {variant}", lambda: build(lambda network: stack.build(network, variant), settings)
-        )
+        plan = build_on_all_ranks(comm, lambda network: stack.build(network, variant), settings)
         engine = Engine.of_plan(plan, comm)
-        context = engine.context()
+        context = engine.context(symmetric=symmetric and plan.result.mode != "stock")
         checks = [str(check) for check in plan.report.checks]
         return cls(engine, context, StepGraphs(context), plan.report.memory_bytes, plan.report.plan_bytes, checks)
 
@@ -114,7 +114,7 @@ class StackRunner:
                 chosen.__dict__["weights"] = stack.weights  # made once
                 fused = self.engines["fuse_only"].memory_bytes if variant == "woven" else None
                 self.say(f"building {name}")
-                self.engines[name] = Running.make(chosen, variant, comm, folder, fused)
+                self.engines[name] = Running.make(bench, chosen, variant, comm, folder, fused)
         self.events = tuple(call("cudaEventCreate") for _ in range(2))
 
     def close(self) -> None:
@@ -272,7 +272,12 @@ def measure_stack(bench: StackBench, comm: CommBackend) -> dict[str, Any]:
         "random order, the slower rank; verified against the stock engine first",
         "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
         "engines": {
-            name: {"memory_bytes": e.memory_bytes, "plan_bytes": e.plan_bytes, "checks": e.checks}
+            name: {
+                "memory_bytes": e.memory_bytes,
+                "plan_bytes": e.plan_bytes,
+                "symmetric": e.context.symmetric,
+                "checks": e.checks,
+            }
             for name, e in runner.engines.items()
         },
         "counters": plugin_library().counters(),

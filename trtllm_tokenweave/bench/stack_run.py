@@ -34,6 +34,8 @@ class StackArguments:
     gemms: tuple[str, ...]
     gemm_sms: int
     ctas: int
+    offset: int
+    symmetric: bool
 
 
 def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
@@ -49,7 +51,7 @@ def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
     config = arguments.config
     config.local(launcher.size)
     launch = LaunchConfig(ctas=arguments.ctas, gemm_sms=arguments.gemm_sms)
-    row = TableRow(tokens=Bucket(lo=1), mode="weave", attention=launch, mlp=launch)
+    row = TableRow(tokens=Bucket(lo=1), mode="weave", split_offset=arguments.offset, attention=launch, mlp=launch)
     table = default_table(table_key(config, launcher.size)).model_copy(update={"rows": (row,)})
     gpu = current_gpu()
     comm = MpiComm(timeout=_PATIENCE)
@@ -60,7 +62,8 @@ def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
         raise UserError("is not installed", where="libtokenweave_reference.so", fix="build it (plugins/README.md)")
     register(reference, ("AllReduce",), "tensorrt_llm")
     options = WeaveOptions(Mapping(comm.size, comm.rank, comm.size), table, 8, max(arguments.tokens))
-    bench = StackBench(Stack(config, options), arguments.tokens, gemms=cast("tuple[Gemm, ...]", arguments.gemms))
+    gemms = cast("tuple[Gemm, ...]", arguments.gemms)
+    bench = StackBench(Stack(config, options), arguments.tokens, gemms=gemms, symmetric=arguments.symmetric)
     document = measure_stack(bench, comm)
     if comm.rank != 0:
         return None

@@ -106,7 +106,9 @@ def stack(
     tokens: Annotated[str, typer.Option(help="Token counts.")] = "1024,2048,4096,8192",
     gemm: Annotated[str, typer.Option(help="Whose GEMMs woven engines have: trt, budget, or both.")] = "trt,budget",
     gemm_sms: Annotated[int, typer.Option(help="SMs that budget GEMMs keep to beside a collective.")] = 116,
-    ctas: Annotated[int, typer.Option(help="CTAs of a collective.")] = 16,
+    ctas: Annotated[int, typer.Option(help="CTAs of a collective beside the other half's work.")] = 16,
+    offset: Annotated[int, typer.Option(help="Tokens that the prefix half has more than half of them.")] = 0,
+    symmetric: Annotated[bool, typer.Option(help="Activations in symmetric memory, else collectives copy.")] = True,
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
@@ -120,7 +122,7 @@ def stack(
     from trtllm_tokenweave.bench.stack_run import StackArguments, run_stack
 
     config = config.model_copy(update={"num_hidden_layers": layers})
-    document = run_stack(StackArguments(config, counts, gemms, gemm_sms, ctas))
+    document = run_stack(StackArguments(config, counts, gemms, gemm_sms, ctas, offset, symmetric))
     if document is not None:
         _finish(document, output, as_json)
 

@@ -258,9 +258,17 @@ TEST_F(SideStreamTest, TensorMemoryIsOfOneEngine) {
   EXPECT_EQ(one.change_shape(), 0);
   EXPECT_EQ(twPluginTensorMemory(0, 64, &memory, &status), TW_INVALID_ARGUMENT);  // the group is made already
   EXPECT_NE(std::string(status.message).find("then ask for tensor memory, then run"), std::string::npos);
-  Start other{start_fields().set("hidden", 128)};
-  EXPECT_EQ(twPluginTensorMemory(0, 64, &memory, &status), TW_UNSUPPORTED);
   EXPECT_EQ(memory, nullptr);
+  {
+    // Of two engines that have not run, either could be meant.
+    Start second{start_fields().set("hidden", 128)}, third{start_fields().set("hidden", 192)};
+    EXPECT_EQ(twPluginTensorMemory(0, 64, &memory, &status), TW_UNSUPPORTED);
+    EXPECT_NE(std::string(status.message).find("has 2 engines that have not run yet"), std::string::npos);
+    EXPECT_EQ(memory, nullptr);
+  }
+  Start next{start_fields().set("hidden", 128)};
+  EXPECT_EQ(twPluginTensorMemory(0, 64, &memory, &status), TW_OK);
+  EXPECT_EQ(memory, gpu().tensor_memory);
 }
 
 TEST_F(SideStreamTest, PassesTheAttributesOn) {

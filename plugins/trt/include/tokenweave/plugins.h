@@ -32,7 +32,7 @@ TW_API void twPluginResetCounters(void);
 /// The newest error of any plugin: its code, and its message in `*status`. TW_OK and an empty message: none so far.
 TW_API TwCode twPluginLastError(TwStatus* status);
 
-/// Collective. Symmetric memory of at least `bytes` for the engine that runs on `device`, to be an execution context's
+/// Collective. Symmetric memory of at least `bytes` for the one engine on `device` that has not run yet, to be an execution context's
 /// device memory (createExecutionContext with kUSER_MANAGED, then setDeviceMemoryV2): collectives then skip the copies
 /// through staging memory, as far as the ranks' tensors lie at equal offsets. Call it after the contexts were created
 /// and before the first step. It stays valid until the last of these contexts is destroyed.
