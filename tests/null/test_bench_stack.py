@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
 from support.models import small
 from support.stack import run
 
+from trtllm_tokenweave.bench.stack import StackBench, StackRunner
 from trtllm_tokenweave.bench.stack_network import VARIANTS, Stack, Variant
+from trtllm_tokenweave.comm import CommBackend, LocalComm, run_ranks
+from trtllm_tokenweave.errors import TokenWeaveError
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.network import Graph
 from trtllm_tokenweave.passes import WeaveOptions, verify
@@ -62,3 +69,68 @@ def test_weights_differ_by_rank_and_layer_and_norms_do_not() -> None:
         assert weight.dtype == ml_dtypes.bfloat16
         if weight.ndim == 1:
             np.testing.assert_array_equal(weight, second[name])
+
+
+class Timed(StackRunner):
+    """A runner whose engines are figures: milliseconds by name; notes what was queued."""
+
+    def __init__(self, times: dict[str, float], comm: CommBackend, errors: dict[str, float] | None = None) -> None:
+        self.comm, self.started, self.times, self.errors = comm, 0.0, times, errors or {}
+        self.bench = StackBench(stack(comm.rank), (1024,), (1,))
+        self.engines = dict.fromkeys(times)  # type: ignore[assignment]
+        self.order: list[str] = []
+
+    def queue(self, name: str, *_: Any) -> Any:
+        return lambda: self.order.append(name)
+
+    def result(self, name: str, *_: Any) -> Any:
+        return np.full(4, 1 + self.errors.get(name, 0.0), np.float32)
+
+    def time_once(self, step: Any) -> tuple[float, float]:
+        step()
+        return self.slowest(self.times[self.order[-1]] + self.comm.rank), 0.5
+
+
+TIMES = {"stock": 10.0, "fuse_only": 9.0, "woven_trt": 8.0, "woven_budget": 7.0, "no_comm": 6.0}
+
+
+def on_two_ranks(job: Callable[[CommBackend], Any]) -> list[Any]:
+    return run_ranks([partial(job, comm) for comm in LocalComm.group(2)])
+
+
+def test_rows_are_those_of_the_slower_rank_and_ranks_agree_on_the_order() -> None:
+    runners: list[Timed] = []
+
+    def job(comm: CommBackend) -> Any:
+        runners.append(Timed(TIMES, comm))
+        return runners[-1].rows(1024)
+
+    first, second = on_two_ranks(job)
+    assert first == second
+    assert [(row["mode"], row["gemm"], row["woven_ms"]) for row in first] == [
+        ("eager", "trt", 9.0),
+        ("eager", "budget", 8.0),
+        ("graph", "trt", 9.0),
+        ("graph", "budget", 8.0),
+    ]
+    expected = {"num_tokens": 1024, "stock_ms": 11.0, "fuse_only_ms": 10.0, "no_comm_ms": 7.0, "error": 0.0}
+    for row in first:
+        assert expected.items() <= row.items()
+    assert runners[0].order == runners[1].order
+    rounds = [runners[0].order[i : i + 5] for i in range(0, len(runners[0].order), 5)]
+    assert all(sorted(names) == sorted(TIMES) for names in rounds)
+    assert len({tuple(names) for names in rounds}) > 1
+
+
+@pytest.mark.parametrize("error", [0.06, float("nan")])
+def test_an_engine_that_differs_from_stock_is_not_timed(error: float) -> None:
+    runners: list[Timed] = []
+
+    def job(comm: CommBackend) -> str:
+        runners.append(Timed(TIMES, comm, {"fuse_only": error} if comm.rank else None))
+        with pytest.raises(TokenWeaveError, match="fuse_only differs from stock at 1024 tokens") as raised:
+            runners[-1].rows(1024)
+        return str(raised.value)
+
+    assert len(set(on_two_ranks(job))) == 1
+    assert not any(runner.order for runner in runners)
