@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from trtllm_tokenweave.bench.plots import draw_kernel, kernel_markdown, kernel_rows, overlap_markdown
+from trtllm_tokenweave.bench.plots import (
+    draw_kernel,
+    kernel_markdown,
+    kernel_rows,
+    overlap_markdown,
+    small_markdown,
+    stack_markdown,
+    stack_ratio,
+)
 from trtllm_tokenweave.cli.app import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +41,16 @@ def test_figures_of_the_documentation_come_from_the_results() -> None:
         assert f" {figure}" in readme.replace("\n", " ")
 
 
+def test_figures_of_the_stack_come_from_its_result() -> None:
+    stack, document = result("stack_tp2.json"), (ROOT / "docs/benchmarks.md").read_text()
+    assert stack_markdown(stack) in document
+    assert small_markdown(stack) in document
+    readme = (ROOT / "README.md").read_text().replace("\n", " ")
+    for tokens, column in ((8192, "woven_ms"), (4096, "woven_ms"), (2048, "woven_ms"), (4096, "no_comm_ms")):
+        assert f"{stack_ratio(stack, tokens, 'graph', column):.3f} " in readme
+    assert all(row["error"] < 0.0165 for row in stack["rows"])
+
+
 def test_plot_of_the_documentation_is_redrawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = draw_kernel(result("kernel_tp2.json"), 8192)
     assert drawn.png.startswith(b"\x89PNG")
@@ -53,6 +71,11 @@ def test_plot_of_the_documentation_is_redrawn(tmp_path: Path, capsys: pytest.Cap
         (["kernel", "--tokens", "x"], "no list of numbers"),
         (["kernel", "--hidden", "0"], "below 1"),
         (["kernel", "-o", "."], "is a folder"),
+        (["stack", "--ctas", "15"], "ctas: 15 is odd"),
+        (["stack", "--gemm-sms", "-3"], "gemm_sms: input should be greater"),
+        (["stack", "--offset", "3"], "split_offset: 3 is not a multiple of 8"),
+        (["stack", "--gemm", "trt,trt"], "neither trt, budget nor both"),
+        (["stack", "--preset", "nope"], "no preset called 'nope'"),
     ],
 )
 def test_bad_use(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

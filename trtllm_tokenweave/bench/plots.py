@@ -92,3 +92,38 @@ def draw_kernel(document: Mapping[str, Any], hidden: int) -> Picture:
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
         return save_figure(figure, f"Time over the floor by tokens, hidden size {hidden}.", dpi=130)
+
+
+def stack_ratio(document: Mapping[str, Any], tokens: int, mode: str, column: str, gemm: str = "trt") -> float:
+    """A column of `bench stack` over the stock engine's, both of one row."""
+    row = next(r for r in document["rows"] if (r["num_tokens"], r["mode"], r["gemm"]) == (tokens, mode, gemm))
+    return float(row[column] / row["stock_ms"])
+
+
+def stack_markdown(document: Mapping[str, Any]) -> str:
+    """The steps of `bench stack` that are split, as a table for the documentation."""
+    counts = sorted({r["num_tokens"] for r in document["rows"]})
+    lines = [("", [str(n) for n in counts])]
+    columns = (
+        ("fuse only", "fuse_only_ms", "trt"),
+        ("woven", "woven_ms", "trt"),
+        ("woven, budget GEMMs", "woven_ms", "budget"),
+        ("no communication", "no_comm_ms", "trt"),
+    )
+    for mode in ("eager", "graph"):
+        stock = {r["num_tokens"]: r["stock_ms"] for r in document["rows"] if r["mode"] == mode}
+        lines.append((f"{mode}: stock, ms", [f"{stock[n]:.1f}" for n in counts]))
+        for title, column, gemm in columns:
+            ratios = [f"{stack_ratio(document, n, mode, column, gemm):.3f}" for n in counts]
+            lines.append((f"{mode}: {title} / stock", ratios))
+    return _markdown(lines)
+
+
+def small_markdown(document: Mapping[str, Any]) -> str:
+    """The steps of `bench stack` that are not split, as a table for the documentation."""
+    rows = document["small"]
+    lines = [("tokens", [str(r["num_tokens"]) for r in rows])]
+    for title, name in (("fuse only", "fuse_only"), ("woven", "woven_trt")):
+        for what, column in (("graph, ms", "graph_ms"), ("enqueue on the CPU, ms", "enqueue_ms")):
+            lines.append((f"{title}, {what}", [f"{r[f'{name}_{column}']:.2f}" for r in rows]))
+    return _markdown(lines)

@@ -14,10 +14,10 @@ from trtllm_tokenweave.device import current_gpu, use_device
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.libraries import find_library
 from trtllm_tokenweave.mapping import Mapping
-from trtllm_tokenweave.model_config import ModelConfig
+from trtllm_tokenweave.model_config import preset
 from trtllm_tokenweave.passes import WeaveOptions
 from trtllm_tokenweave.plugin_library import plugin_library, register
-from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow, default_table
+from trtllm_tokenweave.table import TableRow, default_table
 from trtllm_tokenweave.tensorrt_module import tensorrt
 from trtllm_tokenweave.waves import table_key
 
@@ -27,14 +27,13 @@ _PATIENCE = 600.0
 
 @dataclass(frozen=True)
 class StackArguments:
-    """The command's options."""
+    """The command's options; ``row`` is the one row of the engines' table."""
 
-    config: ModelConfig
+    preset: str
+    layers: int
     tokens: tuple[int, ...]
     gemms: tuple[str, ...]
-    gemm_sms: int
-    ctas: int
-    offset: int
+    row: TableRow
     symmetric: bool
 
 
@@ -48,11 +47,9 @@ def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
     if launcher is None or launcher.size < 2:
         fix = "mpirun -n 2 trtllm-tokenweave bench stack ..."
         raise UserError("there is one rank, so nothing to communicate", where="bench stack", fix=fix)
-    config = arguments.config
+    config = preset(arguments.preset).model_copy(update={"num_hidden_layers": arguments.layers})
     config.local(launcher.size)
-    launch = LaunchConfig(ctas=arguments.ctas, gemm_sms=arguments.gemm_sms)
-    row = TableRow(tokens=Bucket(lo=1), mode="weave", split_offset=arguments.offset, attention=launch, mlp=launch)
-    table = default_table(table_key(config, launcher.size)).model_copy(update={"rows": (row,)})
+    table = default_table(table_key(config, launcher.size)).model_copy(update={"rows": (arguments.row,)})
     gpu = current_gpu()
     comm = MpiComm(timeout=_PATIENCE)
     use_device(comm.rank)
@@ -68,4 +65,13 @@ def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
     if comm.rank != 0:
         return None
     versions = {"tensorrt": str(tensorrt().__version__), "cuda_runtime": gpu.runtime, "cuda_driver": gpu.driver}
-    return {"command": f"mpirun -n {comm.size} {command()}", "machine": machine() | versions, **document}
+    return {
+        "command": f"mpirun -n {comm.size} {command()}",
+        "machine": machine() | versions,
+        "model": arguments.preset,
+        "ctas": arguments.row.attention.ctas,
+        "gemm_sms": arguments.row.attention.gemm_sms,
+        "offset": arguments.row.split_offset,
+        "symmetric": arguments.symmetric,
+        **document,
+    }

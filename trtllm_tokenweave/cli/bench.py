@@ -113,16 +113,26 @@ def stack(
     as_json: AsJson = False,
 ) -> None:
     """Time decoder layers in TensorRT engines, stock and woven; run it under mpirun, one process a GPU."""
-    counts, config, gemms = _numbers(tokens, "--tokens"), model_preset(preset), tuple(gemm.split(","))
-    if not set(gemms) <= {"trt", "budget"}:
+    from pydantic import ValidationError
+
+    from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow
+    from trtllm_tokenweave.table.files import table_error
+
+    model_preset(preset)
+    counts, gemms = _numbers(tokens, "--tokens"), tuple(gemm.split(","))
+    if not set(gemms) <= {"trt", "budget"} or len(set(gemms)) != len(gemms):
         raise UserError(f"{gemm!r} is neither trt, budget nor both", where="--gemm")
+    try:
+        launch = LaunchConfig(ctas=ctas, gemm_sms=gemm_sms)
+        row = TableRow(tokens=Bucket(lo=1), mode="weave", split_offset=offset, attention=launch, mlp=launch)
+    except ValidationError as error:
+        raise table_error(error, "bench stack") from None
     if output is not None:
         check_target(output)
     _need_gpus(2)
     from trtllm_tokenweave.bench.stack_run import StackArguments, run_stack
 
-    config = config.model_copy(update={"num_hidden_layers": layers})
-    document = run_stack(StackArguments(config, counts, gemms, gemm_sms, ctas, offset, symmetric))
+    document = run_stack(StackArguments(preset, layers, counts, gemms, row, symmetric))
     if document is not None:
         _finish(document, output, as_json)
 
