@@ -11,7 +11,7 @@ import torch
 from trtllm_tokenweave import trt as seam
 from trtllm_tokenweave.config import building
 from trtllm_tokenweave.recorder.plugin import FieldValue, PluginKey
-from trtllm_tokenweave.tensorrt_module import logger, tensorrt
+from trtllm_tokenweave.tensorrt_module import create_builder, logger, tensorrt
 
 TYPE_IDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 7}
 _NAMES = {
@@ -44,7 +44,7 @@ class PluginEngine:
     def __init__(self, key: PluginKey, fields: Mapping[str, FieldValue], inputs: Sequence[Input]) -> None:
         trt = tensorrt()
         with building():
-            builder = trt.Builder(logger())
+            builder = create_builder()
             network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
             profile = builder.create_optimization_profile()
             tensors = []

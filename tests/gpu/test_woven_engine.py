@@ -15,12 +15,14 @@ import trtllm_tokenweave.passes as passes
 from gpu.woven import Built, Runner, Shape, Variant, relative_error, tokens
 from trtllm_tokenweave.engine_context import EngineContext
 from trtllm_tokenweave.errors import TokenWeaveError
+from trtllm_tokenweave.inspection import parse_layers
 from trtllm_tokenweave.passes import names
 from trtllm_tokenweave.plugin_library import plugin_library
 from trtllm_tokenweave.plugin_specs import NAMESPACE, STREAM_JOIN, Half
 from trtllm_tokenweave.recorder import rules as recorder_rules
 from trtllm_tokenweave.recorder import tensor as recorder_tensor
 from trtllm_tokenweave.table import prefix
+from trtllm_tokenweave.tensorrt_module import tensorrt
 
 SHAPE = Shape()
 SMALL, SPLIT = (1, 7, 64, 1000, 1023), (1024, 1025, 1500, 2048, 4000, 4096)
@@ -104,6 +106,9 @@ def test_gemm_plugin(built: dict[Variant, Built], folder: Path, gemm_sms: int) -
     for attempt in range(3):
         assert relative_error(runner.run(x, graph=True), want) < TOLERANCE, attempt
     assert runner.graphs.counters.fallback == 0
+    inspector = runner.context.engine.tensorrt_engine.create_engine_inspector()
+    layers = parse_layers(inspector.get_engine_information(tensorrt().LayerInformationFormat.JSON))
+    assert sum("tokenweave_gemm" in found.name for found in layers) == 2 * 4 * SHAPE.layers
 
 
 # ---- negative controls
@@ -177,7 +182,8 @@ def test_and_is_refused_in_the_engine_too(folder: Path, monkeypatch: pytest.Monk
     """Past the pass's own check: the check after the build, or the first step, sees what TensorRT made of it."""
     many_elements(monkeypatch)
     monkeypatch.setattr(passes, "verify", lambda *_: [])
-    with pytest.raises(TokenWeaveError):
+    seen = "sizes on the host: failed|wants to allocate|chain order: failed|no copy between start and join: failed"
+    with pytest.raises(TokenWeaveError, match=seen):
         Built(Fine(), "weave", folder / "many").runner().run(tokens(4096, SHAPE.hidden))
 
 
