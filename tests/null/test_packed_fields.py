@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
+from support.vectors import FOLDER, assert_fresh
 
 from trtllm_tokenweave import recorder, trt
 from trtllm_tokenweave.errors import UserError
@@ -18,26 +17,15 @@ from trtllm_tokenweave.recorder.plugin import PluginField
 from trtllm_tokenweave.recorder.trtllm_plugins import GPT_ATTENTION
 from trtllm_tokenweave.recorder.trtllm_plugins import SPECS as TRTLLM_SPECS
 
-VECTORS = Path(__file__).parents[1] / "vectors"
-DOCUMENT: dict[str, Any] = json.loads((VECTORS / "attention.json").read_text(encoding="utf-8"))
-
-
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_attention_vectors", VECTORS / "make_attention_vectors.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+DOCUMENT: dict[str, Any] = json.loads((FOLDER / "attention.json").read_text(encoding="utf-8"))
 
 
 def test_the_vector_file_is_fresh() -> None:
-    text = (VECTORS / "attention.json").read_text(encoding="utf-8")
-    assert text == generator().text(), "stale: run python tests/vectors/make_attention_vectors.py"
+    assert_fresh("make_attention_vectors", "attention.json")
 
 
 def test_the_vectors_hold_every_refusal() -> None:
-    made = generator()
+    made = import_module("vectors.make_attention_vectors")
     assert {case["name"] for case in DOCUMENT["refused_cuts"]} == set(made.REFUSED)
     assert len(DOCUMENT["refused_packed"]) == 13
     names = {case["name"] for case in DOCUMENT["cuts"]}

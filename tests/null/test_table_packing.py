@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from support.vectors import FOLDER, assert_fresh
 
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.table import Bucket, LaunchConfig, TableKey, TableRow, TableSource, TuningTable, parse_table
 
-VECTORS = Path(__file__).parents[1] / "vectors"
-DOCUMENT: dict[str, Any] = json.loads((VECTORS / "table_lookup.json").read_text(encoding="utf-8"))
-
-
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_table_vectors", VECTORS / "make_table_vectors.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+DOCUMENT: dict[str, Any] = json.loads((FOLDER / "table_lookup.json").read_text(encoding="utf-8"))
 
 
 def test_the_vector_file_is_fresh() -> None:
-    text = (VECTORS / "table_lookup.json").read_text(encoding="utf-8")
-    assert text == generator().text(), "stale: run python tests/vectors/make_table_vectors.py"
+    assert_fresh("make_table_vectors", "table_lookup.json")
 
 
 @pytest.mark.parametrize("vector", DOCUMENT["tables"], ids=lambda vector: vector["name"])

@@ -2,8 +2,8 @@
 
 The reference plugin is tested against the same file. Usage:
 
-    python tests/vectors/make_gpt_attention_vectors.py            write it
-    python tests/vectors/make_gpt_attention_vectors.py --check    exit 1 when it is stale
+    PYTHONPATH=tests python -m vectors.make_gpt_attention_vectors            write it
+    PYTHONPATH=tests python -m vectors.make_gpt_attention_vectors --check    exit 1 when it is stale
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.vectors import write_or_check
 
 from trtllm_tokenweave import trt
 from trtllm_tokenweave.attention_roles import attention_inputs
@@ -55,16 +56,5 @@ def text() -> str:
     return f'{{\n "about": "{about}",\n "fields": [\n{lines}\n ]{lists}\n}}\n'
 
 
-def main() -> int:
-    """Write or check the file."""
-    if "--check" in sys.argv[1:]:
-        fresh = PATH.exists() and PATH.read_text(encoding="utf-8") == text()
-        print(f"{PATH.name} is {'fresh' if fresh else 'stale: run this script without --check'}")
-        return 0 if fresh else 1
-    PATH.write_text(text(), encoding="utf-8")
-    print(f"wrote {PATH.name}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PATH, text()))

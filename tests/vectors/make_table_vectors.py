@@ -2,8 +2,8 @@
 
 Readers of the packed form in other languages are tested against the same file. Usage:
 
-    python tests/vectors/make_table_vectors.py            write it
-    python tests/vectors/make_table_vectors.py --check    exit 1 when it is stale
+    PYTHONPATH=tests python -m vectors.make_table_vectors            write it
+    PYTHONPATH=tests python -m vectors.make_table_vectors --check    exit 1 when it is stale
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 import zlib
 from pathlib import Path
 from typing import Any
+
+from support.vectors import write_or_check
 
 from trtllm_tokenweave.table import (
     Bucket,
@@ -178,16 +180,5 @@ def _inline(line: str) -> str:
     return f"{indent}{json.loads(stripped.removesuffix(','))}{comma}"
 
 
-def main() -> int:
-    """Write or check the file."""
-    if "--check" in sys.argv[1:]:
-        fresh = PATH.exists() and PATH.read_text(encoding="utf-8") == text()
-        print(f"{PATH.name} is {'fresh' if fresh else 'stale: run this script without --check'}")
-        return 0 if fresh else 1
-    PATH.write_text(text(), encoding="utf-8")
-    print(f"wrote {PATH.name}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PATH, text()))
