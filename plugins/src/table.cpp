@@ -40,10 +40,29 @@ Status bad(const std::string& what) { return error(TW_INVALID_ARGUMENT, "tuning 
 
 Status stale(const std::string& what) { return bad(what + ". Fix: rebuild the engine"); }
 
+struct Range {
+  int64_t low, high, multiple = 1;
+};
+
+/// What is wrong with a value; empty when nothing is.
+std::string misfit(const std::string& name, int64_t value, const Range& range) {
+  if (value >= range.low && value <= range.high && value % range.multiple == 0) return {};
+  return name + " " + std::to_string(value) + ", not " + std::to_string(range.low) + " to " +
+         std::to_string(range.high) + (range.multiple > 1 ? " in steps of " + std::to_string(range.multiple) : "");
+}
+
+std::string misfit(const std::string& name, const TableLaunch& launch) {
+  for (const std::string& found : {misfit(name + ".ctas", launch.ctas, {kCluster, kMaxCtas, kCluster}),
+                                   misfit(name + ".threads", launch.threads, {kWarp, kMaxThreads, kWarp}),
+                                   misfit(name + ".gemm_sms", launch.gemm_sms, {0, kMaxGemmSms, kCluster})}) {
+    if (!found.empty()) return found;
+  }
+  return {};
+}
+
 Status check_range(const std::string& name, uint32_t value, uint32_t low, uint32_t high, uint32_t multiple = 1) {
-  if (value >= low && value <= high && value % multiple == 0) return {};
-  return bad("has " + name + " " + std::to_string(value) + ", not " + std::to_string(low) + " to " +
-             std::to_string(high) + (multiple > 1 ? " in steps of " + std::to_string(multiple) : ""));
+  const std::string found = misfit(name, value, {low, high, multiple});
+  return found.empty() ? Status{} : bad("has " + found);
 }
 
 Status read_launch(const View& view, size_t at, const std::string& name, TableLaunch* launch) {
@@ -52,9 +71,8 @@ Status read_launch(const View& view, size_t at, const std::string& name, TableLa
   launch->ctas = view.u16(at + 2);
   launch->threads = view.u16(at + 4);
   launch->gemm_sms = view.u16(at + 6);
-  TW_RETURN_IF_ERROR(check_range(name + ".ctas", view.u16(at + 2), kCluster, kMaxCtas, kCluster));
-  TW_RETURN_IF_ERROR(check_range(name + ".threads", view.u16(at + 4), kWarp, kMaxThreads, kWarp));
-  return check_range(name + ".gemm_sms", view.u16(at + 6), 0, kMaxGemmSms, kCluster);
+  const std::string found = misfit(name, *launch);
+  return found.empty() ? Status{} : bad("has " + found);
 }
 
 Status read_bucket(const View& view, size_t at, const std::string& name, Bucket* bucket) {
@@ -137,6 +155,11 @@ Status TuningTable::check_rows() const {
       return bad("has " + name + " overlapping an earlier row");
   }
   return {};
+}
+
+Status check_launch(const TableLaunch& launch) {
+  const std::string found = misfit("launch", launch);
+  return found.empty() ? Status{} : error(TW_INVALID_ARGUMENT, found);
 }
 
 StepPlan TuningTable::plan_step(int64_t batch, int64_t num_tokens) const {

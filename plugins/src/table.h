@@ -24,6 +24,9 @@ struct TableLaunch {
   int32_t gemm_sms = 0;  ///< 0: GEMMs are not limited
 };
 
+/// Whether the numbers are in the ranges of a table; names the one that is not.
+Status check_launch(const TableLaunch& launch);
+
 /// What one step does.
 struct StepPlan {
   int64_t split = 0;      ///< tokens of the prefix half

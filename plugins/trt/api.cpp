@@ -11,6 +11,7 @@
 #include "counters.h"
 #include "creator.h"
 #include "gemm_plugin.h"
+#include "layer_step.h"
 #include "log.h"
 #include "stream_join_plugin.h"
 #include "tokenweave/plugins.h"
@@ -94,6 +95,19 @@ void twPluginResetCounters(void) {
 
 TwCode twPluginLastError(TwStatus* status) {
   return answer(status, [] { return tokenweave::trt::last_error(); });
+}
+
+TwCode twPluginOverrideLaunch(const TwPluginLaunch* launch, TwStatus* status) {
+  using namespace tokenweave;
+  if (launch == nullptr) return answer(status, [] { return trt::override_launch(nullptr); });
+  if (launch->struct_bytes != sizeof *launch) {
+    return fill(status, TW_INVALID_ARGUMENT,
+                "launch.struct_bytes is not that of this library. Fix: build with its header");
+  }
+  return answer(status, [launch] {
+    const TableLaunch given{TableFabric::kAuto, launch->ctas, launch->threads, launch->gemm_sms};
+    return trt::override_launch(&given);
+  });
 }
 
 TwCode twPluginTensorMemory(int32_t device, uint64_t bytes, void** data, TwStatus* status) {

@@ -1,5 +1,7 @@
 #include "layer_step.h"
 
+#include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -20,6 +22,16 @@ Status check_fabric(const TableLaunch& launch) {
              : bad("field 'table' asks for the loopback fabric, which is for tests of the kernel. Fix: use auto");
 }
 
+struct Override {
+  std::mutex mutex;
+  std::optional<TableLaunch> launch;
+};
+
+Override& process_override() {
+  static auto* one = new Override;  // never freed: plugins may run while the process ends
+  return *one;
+}
+
 }  // namespace
 
 int64_t first_dim(const nvinfer1::Dims& dims) { return dims.nbDims > 0 ? dims.d[0] : 1; }
@@ -32,8 +44,26 @@ LayerStep layer_step(const nvinfer1::PluginTensorDesc& rows, const nvinfer1::Plu
 TableLaunch launch_of(const TuningTable& table, const LayerStep& step, SiteKind kind) {
   const StepPlan plan = table.plan_step(step.sequences, step.tokens);
   TableLaunch launch = kind == SiteKind::kAttention ? plan.attention : plan.mlp;
-  if (!step.split() && !plan.alone) launch.ctas = 0;
+  if (!step.split()) {
+    if (!plan.alone) launch.ctas = 0;
+    return launch;
+  }
+  Override& given = process_override();
+  const std::lock_guard<std::mutex> lock(given.mutex);
+  if (given.launch) {
+    const TableFabric fabric = launch.fabric;
+    launch = *given.launch;
+    launch.fabric = fabric;
+  }
   return launch;
+}
+
+Status override_launch(const TableLaunch* launch) {
+  if (launch != nullptr) TW_RETURN_IF_ERROR(check_launch(*launch));
+  Override& given = process_override();
+  const std::lock_guard<std::mutex> lock(given.mutex);
+  given.launch = launch != nullptr ? std::optional<TableLaunch>(*launch) : std::nullopt;
+  return {};
 }
 
 Status read_table_field(const std::vector<uint8_t>& bytes, int32_t type_id, std::shared_ptr<const TuningTable>* table) {

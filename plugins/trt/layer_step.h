@@ -33,8 +33,12 @@ LayerStep layer_step(const nvinfer1::PluginTensorDesc& rows, const nvinfer1::Plu
                      const nvinfer1::PluginTensorDesc& batch_ref);
 
 /// The launch configuration of the step's row; the default without one. A collective that runs alone leaves no SMs to
-/// anybody: it takes the kernel's own number of CTAs (0), unless the row was made for such steps.
+/// anybody: it takes the kernel's own number of CTAs (0), unless the row was made for such steps. An override replaces
+/// the CTAs, threads and GEMM budget of split steps.
 TableLaunch launch_of(const TuningTable& table, const LayerStep& step, SiteKind kind);
+
+/// See twPluginOverrideLaunch; null: the tables' again.
+Status override_launch(const TableLaunch* launch);
 
 /// Checks the field 'type_id' and reads the field 'table', which may be empty: the default rule.
 Status read_table_field(const std::vector<uint8_t>& bytes, int32_t type_id, std::shared_ptr<const TuningTable>* table);

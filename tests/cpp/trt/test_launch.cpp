@@ -55,6 +55,35 @@ TEST_F(Launch, LooksTheWholeStepUp) {
   EXPECT_EQ(gpu().launch.loader, TW_LOADER_AUTO);
 }
 
+TEST_F(Launch, AnOverrideReplacesWhatRunsBesideOtherWork) {
+  Start half{fields("batches").set("half", 0).flag("side_stream", 1)};
+  ASSERT_EQ(half.change_shape(), 0);
+  const TwPluginLaunch given{sizeof(TwPluginLaunch), 6, 512, 120};
+  ASSERT_EQ(twPluginOverrideLaunch(&given, nullptr), TW_OK);
+  EXPECT_EQ(half.run({100, 1100, 4}), 0);
+  EXPECT_EQ(gpu().launch.ctas, 6);
+  EXPECT_EQ(gpu().launch.threads, 512);
+  EXPECT_EQ(gpu().launch.fabric, TW_FABRIC_PEER);
+  EXPECT_EQ(half.run({1100, 1100, 4}), 0);
+  EXPECT_EQ(gpu().launch.ctas, 0);
+  ASSERT_EQ(twPluginOverrideLaunch(nullptr, nullptr), TW_OK);
+  EXPECT_EQ(half.run({100, 1100, 4}), 0);
+  EXPECT_EQ(gpu().launch.ctas, 16);
+}
+
+TEST_F(Launch, RefusesABadOverride) {
+  const auto refusal = [](const TwPluginLaunch& launch) {
+    TwStatus status{};
+    EXPECT_EQ(twPluginOverrideLaunch(&launch, &status), TW_INVALID_ARGUMENT);
+    return std::string(status.message);
+  };
+  EXPECT_EQ(refusal({sizeof(TwPluginLaunch), 7, 512, 0}), "launch.ctas 7, not 2 to 132 in steps of 2");
+  EXPECT_EQ(refusal({sizeof(TwPluginLaunch), -2, 512, 0}), "launch.ctas -2, not 2 to 132 in steps of 2");
+  EXPECT_EQ(refusal({sizeof(TwPluginLaunch), 8, 0, 0}), "launch.threads 0, not 32 to 1024 in steps of 32");
+  EXPECT_EQ(refusal({sizeof(TwPluginLaunch), 8, 512, -1}), "launch.gemm_sms -1, not 0 to 256 in steps of 2");
+  EXPECT_NE(refusal({4, 8, 512, 0}).find("struct_bytes"), std::string::npos);
+}
+
 TEST_F(Launch, FallsBackFromMultimemOnEveryRank) {
   Start start{fields("batches")};
   ASSERT_EQ(start.change_shape(), 0);

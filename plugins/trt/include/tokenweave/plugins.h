@@ -32,10 +32,23 @@ TW_API void twPluginResetCounters(void);
 /// The newest error of any plugin: its code, and its message in `*status`. TW_OK and an empty message: none so far.
 TW_API TwCode twPluginLastError(TwStatus* status);
 
-/// Collective. Symmetric memory of at least `bytes` for the one engine on `device` that has not run yet, to be an execution context's
-/// device memory (createExecutionContext with kUSER_MANAGED, then setDeviceMemoryV2): collectives then skip the copies
-/// through staging memory, as far as the ranks' tensors lie at equal offsets. Call it after the contexts were created
-/// and before the first step. It stays valid until the last of these contexts is destroyed.
+/// How what runs beside the other half's work is launched; ranges as in a tuning table.
+typedef struct TwPluginLaunch {
+  size_t struct_bytes;  ///< sizeof(TwPluginLaunch) of the caller
+  int32_t ctas;         ///< of a collective
+  int32_t threads;      ///< of one of its CTAs
+  int32_t gemm_sms;     ///< SMs that Gemm layers of ours keep to; 0: all
+} TwPluginLaunch;
+
+/// For experiments: from the next step on, split steps of every engine of this process are launched like this instead
+/// of as their tables say; null: as the tables say. The split stays as it is, and steps in a captured CUDA graph stay
+/// as they were. All ranks have to do it before the same step.
+TW_API TwCode twPluginOverrideLaunch(const TwPluginLaunch* launch, TwStatus* status);
+
+/// Collective. Symmetric memory of at least `bytes` for the one engine on `device` that has not run yet, to be an
+/// execution context's device memory (createExecutionContext with kUSER_MANAGED, then setDeviceMemoryV2): collectives
+/// then skip the copies through staging memory, as far as the ranks' tensors lie at equal offsets. Call it after the
+/// contexts were created and before the first step. It stays valid until the last of these contexts is destroyed.
 TW_API TwCode twPluginTensorMemory(int32_t device, uint64_t bytes, void** data, TwStatus* status);
 
 #ifdef __cplusplus
