@@ -32,6 +32,11 @@ class Prediction:
     steps: tuple[StepTimes, ...]
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What these steps take over from other measurements than their own."""
+        return self.predictor.notes(step.num_tokens for step in self.steps)
+
+    @property
     def errors(self) -> tuple[SourceError, ...]:
         """How far predictions for this machine were off where they were checked."""
         found = fitted().errors.get(self.predictor.machine.name, ())
@@ -50,7 +55,7 @@ class Prediction:
                 "gemms": machine.gemms.data.source,
                 "parameters": machine.parameters.model_dump(mode="json"),
             },
-            "notes": list(self.predictor.notes),
+            "notes": list(self.notes),
             "errors": [error.model_dump(mode="json") for error in self.errors],
             "steps": [_rounded({**asdict(step), "ratios": _ratios(step)}) for step in self.steps],
         }
@@ -86,10 +91,11 @@ class Prediction:
         )
         console.print(f"collectives: {machine.data.source} ({machine.data.date})", markup=False, highlight=False)
         console.print(f"GEMMs: {machine.gemms.data.source} ({machine.gemms.data.date})", markup=False, highlight=False)
-        for note in self.predictor.notes:
+        for note in self.notes:
             console.print(f"note: {note}", markup=False, highlight=False)
         for error in self.errors:
-            text = f"off where checked: worst {error.worst:+.1%}, mean {error.mean:.1%}, {error.source}"
+            what = "ratios" if error.unit == "ratio" else "milliseconds"
+            text = f"{what} off where checked: worst {error.worst:+.1%}, mean {error.mean:.1%}, {error.source}"
             console.print(text, markup=False, highlight=False)
 
 

@@ -16,7 +16,9 @@ from trtllm_tokenweave.waves import MAX_SMS
 FOLDER = Path(__file__).parent / "data"
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Role = Literal["check", "fit"]
+# "same setting as the fit": other times than the fit's, but of the same GEMM and collective, CTAs in the same range.
+Role = Literal["check", "same setting as the fit", "fit"]
+Unit = Literal["ratio", "ms"]
 _Count = Annotated[int, Field(gt=0, le=2**30)]
 # What timing a single kernel with events adds to it: what an empty kernel reads so, less what it reads in a chain.
 # Kernels of a step follow each other, so that it is taken off every value.
@@ -85,6 +87,7 @@ class BesideData(_Frozen):
     """What a GEMM loses to a collective."""
 
     what: str
+    source: str
     gemms: tuple[BesideGemm, ...]
 
 
@@ -122,7 +125,8 @@ class MachineData(_Frozen):
         gemm: File of GemmData.
         all_reduce: The stock all-reduce.
         norm: Residual add and RMSNorm of all rows.
-        fused: AllReduceRmsNorm by CTAs.
+        fused: AllReduceRmsNorm by CTAs, in place; 0: as many as the kernel takes by itself.
+        staged: The same where the kernel copies its input and its result, where it was measured.
         beside_gemm: What a GEMM loses to a collective, where it was measured.
         steps: Whole steps, where they were measured.
     """
@@ -141,6 +145,7 @@ class MachineData(_Frozen):
     all_reduce: Points
     norm: Points
     fused: dict[int, Points]
+    staged: dict[int, Points] = {}
     beside_gemm: BesideData | None = None
     steps: StepData | None = None
 
@@ -176,10 +181,11 @@ class FittedMachine(_Frozen):
 
 
 class SourceError(_Frozen):
-    """Prediction against measurement over the rows of one source: relative errors of the ratio to stock."""
+    """Prediction against measurement over the rows of one source: relative errors of a ratio, or of milliseconds."""
 
     source: str
     role: Role
+    unit: Unit
     rows: int
     worst: float
     mean: float

@@ -30,8 +30,8 @@ from trtllm_tokenweave.waves import GemmShape
 STEPS_MACHINE, PIECES_MACHINE = "h100-multimem", "h200-peer"
 # Its steps fit the parameters; the other models' check them.
 FIT_MODEL = "qwen2.5-72b"
-# The collectives were measured up to here, so that larger steps would fit an extrapolation.
-MAX_TOKENS = 32768
+# The collectives were measured up to here, so that larger steps would fit an extrapolation; the check has them all.
+FIT_MAX_TOKENS = 32768
 # Where the sustained rate is looked for, FLOP per microsecond: a tenth to twice of what the GPU does at its best.
 _SUSTAINED = np.geomspace(1e8, 2e9, 301)
 _BESIDE = np.arange(0, 0.31, 0.01)
@@ -55,19 +55,21 @@ def fit_all() -> dict[str, FittedMachine]:
 
 
 def measured_steps(data: MachineData, model: str) -> tuple[MeasuredStep, ...]:
-    """The rows of one model, up to MAX_TOKENS."""
+    """The rows of one model."""
     assert data.steps is not None
-    return tuple(row for row in data.steps.rows if row.model == model and row.num_tokens <= MAX_TOKENS)
+    return tuple(row for row in data.steps.rows if row.model == model)
 
 
 def fit_to_steps(name: str) -> FittedMachine:
     """GEMM scale, attention, step and sustained rate, from stock steps and steps without communication.
 
+    Only steps of up to FIT_MAX_TOKENS tokens.
+
     For a given sustained rate the slowdown of each measured step is known, and its time linear in the other three:
     ``slowdown * (gemm_scale * GEMMs + FLOPs / speed) + step + the rest``. The rate is the best of a grid.
     """
     data = machine_data(name)
-    rows = measured_steps(data, FIT_MODEL)
+    rows = [row for row in measured_steps(data, FIT_MODEL) if row.num_tokens <= FIT_MAX_TOKENS]
     unit = Parameters(attention_flops_per_us=1.0)
 
     def times(parameters: Parameters) -> NDArray[np.float64]:

@@ -34,15 +34,23 @@ class GemmModel:
             return 0.0
         if shape.groups > 1:
             return self.modelled(shape, num_tokens)
-        if shape not in self._curves:
-            self._curves[shape] = self._curve(shape)
-        return self._curves[shape](num_tokens)
+        return self._curve(shape)(num_tokens)
+
+    def measured_tokens(self, shape: GemmShape) -> tuple[int, int]:
+        """The fewest and the most tokens of the curve that a shape without groups takes its times from."""
+        xs = self._curve(shape).xs
+        return int(xs[0]), int(xs[-1])
 
     def is_measured(self, shape: GemmShape) -> bool:
         """Whether the shape has a curve of its own."""
         return shape.groups == 1 and (shape.n, shape.k) in self._measured
 
     def _curve(self, shape: GemmShape) -> Curve:
+        if shape not in self._curves:
+            self._curves[shape] = self._make_curve(shape)
+        return self._curves[shape]
+
+    def _make_curve(self, shape: GemmShape) -> Curve:
         if self.is_measured(shape):
             return self._measured[shape.n, shape.k]
         nearest = min(self._measured, key=lambda nk: abs(math.log(nk[0] / shape.n)) + abs(math.log(nk[1] / shape.k)))

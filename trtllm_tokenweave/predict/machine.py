@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trtllm_tokenweave.errors import UserError
@@ -41,7 +41,12 @@ class Machine:
     @cached_property
     def beside_ctas(self) -> tuple[int, ...]:
         """CTA counts for a collective beside compute."""
-        return tuple(c for c in sorted(self.data.fused) if c <= MAX_BESIDE_CTAS)
+        return tuple(c for c in sorted(self.data.fused) if 0 < c <= MAX_BESIDE_CTAS)
+
+    @property
+    def staged(self) -> Machine:
+        """The same machine where collectives copy their input and their result instead of working in place."""
+        return replace(self, data=self.data.model_copy(update={"fused": self.data.staged}))
 
     def norm_us(self, size: int) -> float:
         """Residual add and RMSNorm of all rows."""
@@ -57,12 +62,18 @@ class Machine:
         return self._all_reduce(self._traffic(size, tp_size))
 
     def fused_us(self, ctas: int, size: int, tp_size: int) -> float:
-        """AllReduceRmsNorm with that many CTAs."""
+        """AllReduceRmsNorm with that many CTAs, one of `data.fused`."""
         return self._fused[ctas](self._traffic(size, tp_size))
 
     def best_fused(self, size: int, tp_size: int) -> tuple[float, int]:
         """AllReduceRmsNorm with all SMs to choose from: (time, CTAs)."""
-        return min((self.fused_us(ctas, size, tp_size), ctas) for ctas in self._fused)
+        return min((self.fused_us(ctas, size, tp_size), ctas) for ctas in self._fused if ctas)
+
+    def collective_sizes(self, tp_size: int) -> tuple[float, float]:
+        """The smallest and the largest activation whose all-reduce and norm were measured."""
+        per_byte = self._traffic(1, tp_size)
+        curves = (self._norm.xs, [x / per_byte for x in self._all_reduce.xs])
+        return max(xs[0] for xs in curves), min(xs[-1] for xs in curves)
 
     @cached_property
     def memory(self) -> Fit:

@@ -70,10 +70,9 @@ class Predictor:
         self._block = block
         self._slowdowns: dict[int, float] = {}
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What the prediction takes over from other shapes or group sizes than were measured."""
-        notes = []
+    def notes(self, counts: Iterable[int] = ()) -> tuple[str, ...]:
+        """What predictions take over from other shapes, group sizes or, in steps of `counts` tokens, other sizes."""
+        notes, steps = [], sorted(set(counts))
         data, tp_size = self.machine.data, self.workload.tp_size
         if tp_size != data.tp_size:
             how = "taken as they are" if data.fabric == "multimem" else "scaled by traffic"
@@ -85,7 +84,23 @@ class Predictor:
                 f"no measured curve for {', '.join(guessed)}: wave model (of measured ones it is off by "
                 f"{fit.rms:.0%} rms, at most {fit.worst:.0%})"
             )
+        for what, (low, high) in self._measured_tokens().items():
+            outside = [str(count) for count in steps if not low <= count <= high]
+            if outside:
+                notes.append(
+                    f"{what} were measured at {low} to {high} tokens: extrapolated for {', '.join(outside)} (the same "
+                    "time below, a straight line above)"
+                )
         return tuple(notes)
+
+    def _measured_tokens(self) -> dict[str, tuple[int, int]]:
+        """Fewest and most tokens of whole steps whose pieces were measured; of a GEMM with groups none was."""
+        sizes, token = self.machine.collective_sizes(self.workload.tp_size), self.workload.activation(1)
+        gemms = [self.machine.gemms.measured_tokens(shape) for shape in self.workload.shapes if shape.groups == 1]
+        return {
+            "GEMMs": (max(low for low, _ in gemms), min(high for _, high in gemms)),
+            "collectives and norms": (math.ceil(sizes[0] / token), math.floor(sizes[1] / token)),
+        }
 
     def predict(self, num_tokens: int, offsets: Iterable[int] = DEFAULT_OFFSETS) -> StepTimes:
         """All variants of a step of `num_tokens` >= 1 tokens."""
@@ -116,9 +131,13 @@ class Predictor:
         site_us = self.machine.all_reduce_us(size, self.workload.tp_size) + self.machine.norm_us(size)
         return self._serial(num_tokens, site_us)
 
-    def fuse_only_us(self, num_tokens: int) -> tuple[float, int]:
-        """AllReduceRmsNorm at every site, and the best number of CTAs."""
-        site_us, ctas = self.machine.best_fused(self.workload.activation(num_tokens), self.workload.tp_size)
+    def fuse_only_us(self, num_tokens: int, ctas: int | None = None) -> tuple[float, int]:
+        """AllReduceRmsNorm at every site with `ctas` CTAs (one of `data.fused`; None: the best), and their number."""
+        size, tp_size = self.workload.activation(num_tokens), self.workload.tp_size
+        if ctas is None:
+            site_us, ctas = self.machine.best_fused(size, tp_size)
+        else:
+            site_us = self.machine.fused_us(ctas, size, tp_size)
         return self._serial(num_tokens, site_us), ctas
 
     def best_split(self, num_tokens: int, offsets: Iterable[int]) -> SplitTime | None:

@@ -1,0 +1,251 @@
+"""The sources of the check: measured times beside what is predicted for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.model_config import preset
+from trtllm_tokenweave.predict.check import CheckRow
+from trtllm_tokenweave.predict.data import FittedMachine, Role
+from trtllm_tokenweave.predict.fit import FIT_MAX_TOKENS, FIT_MODEL, PIECES_MACHINE, STEPS_MACHINE, measured_steps
+from trtllm_tokenweave.predict.gemm import BYTES
+from trtllm_tokenweave.predict.machine import Machine, make_machine
+from trtllm_tokenweave.predict.step import TILE, Workload
+from trtllm_tokenweave.predict.streams import Op
+from trtllm_tokenweave.predict.variants import Predictor, beside_us
+from trtllm_tokenweave.table.files import read_json, read_text, table_error
+from trtllm_tokenweave.waves import GemmShape
+
+CHECK_MODELS = ("llama-3.3-70b", FIT_MODEL, "mixtral-8x22b")
+
+
+def check_rows(machines: Mapping[str, FittedMachine], results: Mapping[Path, Any]) -> list[CheckRow]:
+    """Rows of the published steps and of our own results, as `read_results` gave them.
+
+    Raises:
+        UserError: A result is not what its bench writes.
+    """
+    return published_rows(machines) + own_rows(machines, results)
+
+
+def published_rows(machines: Mapping[str, FittedMachine]) -> list[CheckRow]:
+    """Whole steps on the machine that has them."""
+    machine = make_machine(STEPS_MACHINE, machines[STEPS_MACHINE].parameters)
+    return [row for model in CHECK_MODELS for row in _steps(machine, model)]
+
+
+def read_results(folder: Path) -> dict[Path, Any]:
+    """What `bench` left in a folder; every file that the check reads has to be there.
+
+    Raises:
+        UserError: The folder or a file is missing, or is not JSON.
+    """
+    paths = [folder / f"{name}.json" for name in _READERS]
+    for path in (folder, *paths):
+        if not path.exists():
+            fix = "run it where the repository lies, or name its docs/results with --results"
+            raise UserError("does not exist", where=str(path), fix=fix)
+    return {path: read_json(read_text(path), str(path)) for path in paths}
+
+
+def own_rows(machines: Mapping[str, FittedMachine], results: Mapping[Path, Any]) -> list[CheckRow]:
+    """Rows of our own results, by their paths.
+
+    Raises:
+        UserError: A result is not what its bench writes.
+    """
+    machine = make_machine(PIECES_MACHINE, machines[PIECES_MACHINE].parameters)
+    rows: list[CheckRow] = []
+    for path, document in results.items():
+        try:
+            rows += _READERS[path.stem](machine, document)
+        except ValidationError as error:
+            first = table_error(error, str(path))
+            what = f"is not what bench writes: {first.what}"
+            raise UserError(what, where=first.where, fix="measure again") from error
+        except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
+            what = f"is not what bench writes ({type(error).__name__}: {error})"
+            raise UserError(what, where=str(path), fix="measure again") from error
+    return rows
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step, measured and predicted: its time by variant, "stock" among them."""
+
+    machine: str
+    source: str
+    num_tokens: int
+    measured_ms: Mapping[str, float]
+    predicted_us: Mapping[str, float]
+    case: str = ""
+
+    def ratio(self, variant: str, role: Role = "check") -> CheckRow:
+        """A variant's time as a share of stock's."""
+        measured, predicted = (times[variant] / times["stock"] for times in (self.measured_ms, self.predicted_us))
+        source = f"{self.source}: {variant} / stock"
+        return CheckRow(self.machine, source, role, self.num_tokens, measured, predicted, self.case)
+
+    def ms(self, variant: str, role: Role = "check") -> CheckRow:
+        """A variant's time in milliseconds."""
+        measured, predicted = self.measured_ms[variant], self.predicted_us[variant] / 1000
+        source = f"{self.source}: {variant} ms"
+        return CheckRow(self.machine, source, role, self.num_tokens, measured, predicted, self.case, unit="ms")
+
+
+def _steps(machine: Machine, model: str) -> Iterator[CheckRow]:
+    """Published steps; those beyond the fit's sizes are a source of their own where the others were fitted."""
+    data = machine.data
+    made = Predictor(machine, Workload(preset(model), data.tp_size))
+    for row in measured_steps(data, model):
+        time = made.predict(row.num_tokens)
+        assert time.best is not None
+        beyond = row.num_tokens > FIT_MAX_TOKENS
+        step = _Step(
+            machine.name,
+            f"arXiv:2505.11329, {model}, tp {data.tp_size}",
+            row.num_tokens,
+            {"stock": row.stock, "no communication": row.no_comm, "best split": row.weave},
+            {"stock": time.stock_us, "no communication": time.no_comm_us, "best split": time.best.us},
+            "extrapolated" if beyond else "",
+        )
+        role: Role = "fit" if model == FIT_MODEL and not beyond else "check"
+        # A source has one role.
+        serial = replace(step, source=f"{step.source}, beyond the fit") if model == FIT_MODEL and beyond else step
+        yield serial.ratio("no communication", role)
+        yield step.ratio("best split")
+        yield serial.ms("stock", role)
+        yield step.ms("best split")
+
+
+def _kernel(machine: Machine, document: Any) -> Iterator[CheckRow]:
+    """The fused kernel against NCCL and a norm, at other hidden sizes than the machine's times come from."""
+    data = machine.data
+    smallest = min(tokens for tokens, _ in data.all_reduce) * data.hidden_size
+    for row in document["rows"]:
+        hidden, tokens = row["hidden"], row["num_tokens"]
+        # Below the smallest activation that was measured there is nothing to predict from.
+        if hidden == data.hidden_size or tokens * hidden < smallest:
+            continue
+        size = tokens * hidden * BYTES
+        # What is compared was timed with one pair of events for each of the two.
+        fused = machine.best_fused(size, data.tp_size)[0] + data.event_us
+        unfused = machine.all_reduce_us(size, data.tp_size) + machine.norm_us(size) + data.event_us
+        ratios = row["fused_us"] / row["nccl_norm_us"], fused / unfused
+        yield CheckRow(machine.name, f"kernel_tp2, hidden {hidden}: fused / NCCL + norm", "check", tokens, *ratios)
+
+
+def _overlap(machine: Machine, document: Any) -> Iterator[CheckRow]:
+    """A GEMM beside the collective against one after the other, from the times of either alone.
+
+    `beside_gemm`, to which `beside` and `fork_us` are fitted, has the same GEMM and collective, with 4 to 32 CTAs too.
+    """
+    tokens, k, n = (int(size) for size in re.findall(r"\d+", document["what"])[:3])
+    gemm = Op(document["gemm_us"], GemmShape("", "mlp", n, k).tiles(tokens, TILE), 2.0 * tokens * n * k)
+    for row in document["rows"]:
+        beside = beside_us(machine, gemm, row["collective_us"], row["ctas"]) + machine.parameters.fork_us
+        ratios = row["eager_us"] / row["sequence_us"], beside / (gemm.us + row["collective_us"])
+        source, case = "overlap_tp2: GEMM beside collective / in sequence", f"{row['ctas']} CTAs"
+        yield CheckRow(machine.name, source, "same setting as the fit", tokens, *ratios, case)
+
+
+_Ms = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _StackRow(BaseModel):
+    """Milliseconds of a step; `gemm`: whose GEMMs the woven engine has."""
+
+    model_config = ConfigDict(strict=True)
+
+    num_tokens: Annotated[int, Field(gt=0)]
+    mode: str
+    gemm: str
+    stock_ms: _Ms
+    no_comm_ms: _Ms
+    fuse_only_ms: _Ms
+    woven_ms: _Ms
+
+
+class _StackResult(BaseModel):
+    """What the check needs of a result of `bench stack`.
+
+    Attributes:
+        what: Layers, hidden size, tp_size and keys of the stand-in attention, in words.
+        model: The preset.
+        ctas: Of collectives beside the other half's work.
+        fuse_ctas: Of collectives that run alone; 0: as many as the kernel takes by itself.
+        gemm_sms: Of GEMMs with a budget, which are not predicted.
+        offset: Of the split.
+        symmetric: Collectives work in place; else they copy.
+        rows: The steps.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    what: str
+    model: str
+    ctas: int
+    fuse_ctas: int = 0
+    gemm_sms: int
+    offset: int
+    symmetric: bool
+    rows: list[_StackRow]
+
+
+def _stack(machine: Machine, document: Any) -> Iterator[CheckRow]:
+    """Decoder layers with stand-in attention and TensorRT's GEMMs, run as the result says."""
+    result = _StackResult.model_validate(document)
+    found = re.search(r"(\d+) decoder layers, hidden (\d+), tp_size (\d+).* (\d+) keys", result.what)
+    if found is None:
+        raise ValueError("layers, hidden size, tp_size and keys are not in `what`")
+    layers, hidden, tp_size, keys = map(int, found.groups())
+    config = preset(result.model).model_copy(update={"num_hidden_layers": layers})
+    if config.hidden_size != hidden:
+        raise ValueError(f"hidden {hidden} is not that of {result.model}")
+    machine = machine if result.symmetric else machine.staged
+    for name, ctas in (("ctas", result.ctas), ("fuse_ctas", result.fuse_ctas)):
+        if ctas not in machine.data.fused:
+            how = "in place" if result.symmetric else "that copy"
+            raise UserError(
+                f"collectives {how} were not measured with {ctas} CTAs",
+                where=f"stack_tp2.json: {name}",
+                fix=f"measure the stack with one of {', '.join(map(str, sorted(machine.data.fused)))}",
+            )
+    made = Predictor(machine, Workload(config, tp_size, stand_in_keys=keys))
+    for row in result.rows:
+        if row.gemm != "trt":
+            continue
+        tokens = row.num_tokens
+        step = _Step(
+            machine.name,
+            f"stack_tp2, {row.mode}",
+            tokens,
+            {
+                "stock": row.stock_ms,
+                "no_comm": row.no_comm_ms,
+                "fuse_only": row.fuse_only_ms,
+                "woven": row.woven_ms,
+            },
+            {
+                "stock": made.stock_us(tokens),
+                "no_comm": made.no_comm_us(tokens),
+                "fuse_only": made.fuse_only_us(tokens, result.fuse_ctas)[0],
+                "woven": made.woven(tokens, result.offset, result.ctas, result.ctas).us,
+            },
+        )
+        yield from (step.ratio(variant) for variant in ("no_comm", "fuse_only", "woven"))
+        yield from (step.ms(variant) for variant in ("stock", "woven"))
+
+
+_READERS: Mapping[str, Callable[[Machine, Any], Iterator[CheckRow]]] = {
+    "kernel_tp2": _kernel,
+    "overlap_tp2": _overlap,
+    "stack_tp2": _stack,
+}
