@@ -19,7 +19,10 @@ constexpr int32_t kSum = 0, kNormed = 0, kStored = 1;
 
 Status bad(const std::string& what) { return error(TW_INVALID_ARGUMENT, what); }
 
-/// AllReduceStrategy values of TensorRT-LLM 0.20 to 1.2 that are more than a sum.
+/// Older ones number strategies otherwise.
+constexpr const char* kReleases = "TensorRT-LLM 0.20 to 1.2";
+
+/// AllReduceStrategy values of those releases that are more than a sum.
 const std::map<int8_t, const char*>& refused_strategies() {
   static const std::map<int8_t, const char*> names{{2, "UB"}, {6, "LOWPRECISION"}, {7, "MNNVL"}};
   return names;
@@ -39,7 +42,7 @@ void AllReduceFields::visit(trt::FieldVisitor& visitor, nvinfer1::TensorRTPhase 
   constexpr auto kOptional = trt::Presence::kOptional;
   visitor.int32s("group", &group, 0);
   visitor.int32("type_id", &type_id, 0, trt::kNoLimit);
-  visitor.int8("strategy", &strategy, 0, kLastStrategy);
+  visitor.int8("strategy", &strategy, 0, INT8_MAX);
   visitor.int8("config", &config, 0, INT8_MAX, kOptional);
   visitor.int8("fusion_op", &fusion_op, 0, INT8_MAX);
   visitor.int32("counter", &counter, 0, trt::kNoLimit, kOptional);
@@ -51,13 +54,14 @@ void AllReduceFields::visit(trt::FieldVisitor& visitor, nvinfer1::TensorRTPhase 
 }
 
 Status AllReduceFields::check(nvinfer1::TensorRTPhase) {
-  if (group.empty()) return bad("field 'group' has no ranks");
   std::sort(group.begin(), group.end());
   if (std::adjacent_find(group.begin(), group.end()) != group.end()) return bad("field 'group' has a rank twice");
   TW_RETURN_IF_ERROR(trt::check_type_id(type_id));
-  if (const auto refused = refused_strategies().find(strategy); refused != refused_strategies().end()) {
-    return bad("field 'strategy' = " + std::to_string(strategy) + " (" + refused->second +
-               ") is not done here. Fix: NCCL (0) or AUTO (3)");
+  const auto refused = refused_strategies().find(strategy);
+  if (refused != refused_strategies().end() || strategy > kLastStrategy) {
+    const std::string name = refused != refused_strategies().end() ? refused->second : "none";
+    return bad("field 'strategy' = " + std::to_string(strategy) + " (" + name + " of " + kReleases +
+               ", whose numbers are assumed) is not done here. Fix: NCCL (0) or AUTO (3)");
   }
   if (static_cast<FusionOp>(fusion_op) != FusionOp::kNone && !fused()) {
     return bad("field 'fusion_op' = " + std::to_string(fusion_op) +

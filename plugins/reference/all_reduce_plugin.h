@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "communicator.h"
@@ -10,7 +9,7 @@
 
 namespace tokenweave::reference {
 
-/// AllReduceFusionOp, as far as it is done here. These numbers have kept their meaning over releases.
+/// AllReduceFusionOp, as far as it is done here, as TensorRT-LLM 0.20 to 1.2 number it.
 enum class FusionOp : int8_t { kNone = 0, kResidualRmsNorm = 1 };
 
 struct AllReduceFields {
@@ -67,7 +66,7 @@ class AllReducePlugin final : public PluginV2<AllReducePlugin, AllReduceFields> 
   Status add_and_normalise(const nvinfer1::Dims& dims, const void* const* rest, void* const* outputs,
                            cudaStream_t stream) const;
 
-  std::shared_ptr<Communicator> communicator_;  // of a started plugin
+  Communicator* communicator_ = nullptr;  // of a started plugin; the process's
 };
 
 }  // namespace tokenweave::reference

@@ -2,10 +2,12 @@
 #include <NvInferRuntime.h>
 #include <dlfcn.h>
 
+#include <string>
 #include <vector>
 
 #include "all_reduce_plugin.h"
 #include "gemm_plugin_v2.h"
+#include "guard.h"
 #include "log.h"
 #include "plugin_v2.h"
 #ifdef TOKENWEAVE_REFERENCE_ATTENTION
@@ -24,6 +26,24 @@ bool is_loaded(const char* library) {
   return handle != nullptr;
 }
 
+using Creators = std::vector<nvinfer1::IPluginCreatorInterface*>;
+
+const Creators& all_creators() {
+  static CreatorV2<AllReducePlugin> all_reduce;
+  static CreatorV2<GemmV2Plugin> gemm;
+#ifdef TOKENWEAVE_REFERENCE_ATTENTION
+  static GptAttentionCreator gpt_attention;
+#endif
+  static const Creators creators{
+      &all_reduce,
+      &gemm,
+#ifdef TOKENWEAVE_REFERENCE_ATTENTION
+      &gpt_attention,
+#endif
+  };
+  return creators;
+}
+
 }  // namespace
 }  // namespace tokenweave::reference
 
@@ -31,26 +51,21 @@ extern "C" {
 
 TW_API nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
   using namespace tokenweave::reference;
-  static CreatorV2<AllReducePlugin> all_reduce;
-  static CreatorV2<GemmV2Plugin> gemm;
-#ifdef TOKENWEAVE_REFERENCE_ATTENTION
-  static GptAttentionCreator gpt_attention;
-#endif
-  static const std::vector<nvinfer1::IPluginCreatorInterface*> creators{
-      &all_reduce,
-      &gemm,
-#ifdef TOKENWEAVE_REFERENCE_ATTENTION
-      &gpt_attention,
-#endif
-  };
-  count = static_cast<int32_t>(creators.size());
-  if (is_loaded(kTensorRtLlm)) {
-    tokenweave::trt::log(
-        tokenweave::trt::Severity::kWARNING,
-        std::string("the reference plugins are left out: ") + kTensorRtLlm + " is loaded, and its own plugins serve");
-    count = 0;
-  }
-  return creators.data();
+  count = 0;
+  nvinfer1::IPluginCreatorInterface* const* first = nullptr;
+  tokenweave::trt::succeeds("the reference plugins", [&]() -> tokenweave::Status {
+    const Creators& creators = all_creators();
+    first = creators.data();
+    if (is_loaded(kTensorRtLlm)) {
+      tokenweave::trt::log(
+          tokenweave::trt::Severity::kWARNING,
+          std::string("the reference plugins are left out: ") + kTensorRtLlm + " is loaded, and its own plugins serve");
+    } else {
+      count = static_cast<int32_t>(creators.size());
+    }
+    return {};
+  });
+  return first;
 }
 
 TW_API void setLoggerFinder(nvinfer1::ILoggerFinder* finder) { tokenweave::trt::set_logger_finder(finder); }

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <string>
-#include <utility>
 
 #include "cuda_status.h"
 #include "env.h"
@@ -15,11 +15,11 @@ using Key = std::pair<int, std::vector<int32_t>>;  // device, group
 
 struct Registry {
   std::mutex mutex;
-  std::map<Key, std::weak_ptr<Communicator>> communicators;
+  std::map<Key, Communicator*> communicators;
 };
 
 Registry& registry() {
-  static auto* all = new Registry;  // never freed: plugins may be destroyed while the process ends
+  static auto* all = new Registry;  // never freed, as what it holds
   return *all;
 }
 
@@ -29,24 +29,22 @@ NcclDataType nccl_type(TwDataType dtype) {
 
 }  // namespace
 
-Status Communicator::acquire(const std::vector<int32_t>& group, std::shared_ptr<Communicator>* communicator) {
+Status Communicator::acquire(const std::vector<int32_t>& group, Communicator** communicator) {
   Key key{0, group};
   TW_RETURN_IF_ERROR(cuda_status(cudaGetDevice(&key.first), "cudaGetDevice"));
-  std::shared_ptr<Communicator> found;
+  Communicator* found = nullptr;
   {
     Registry& all = registry();
     const std::lock_guard<std::mutex> lock(all.mutex);
-    std::weak_ptr<Communicator>& known = all.communicators[key];
-    found = known.lock();
-    if (found == nullptr) known = found = std::make_shared<Communicator>(group);
+    Communicator*& known = all.communicators[key];
+    if (known == nullptr) known = new Communicator(group);
+    found = known;
   }
-  TW_RETURN_IF_ERROR(found->meet());
-  *communicator = std::move(found);
+  const std::lock_guard<std::mutex> lock(found->mutex_);
+  if (!found->state_.has_value()) found->state_ = found->meet();
+  TW_RETURN_IF_ERROR(*found->state_);
+  *communicator = found;
   return {};
-}
-
-Communicator::~Communicator() {
-  if (comm_ != nullptr) (void)nccl_.CommDestroy(comm_);
 }
 
 Status Communicator::find_rank(int* rank) const {
@@ -62,8 +60,6 @@ Status Communicator::find_rank(int* rank) const {
 }
 
 Status Communicator::meet() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (comm_ != nullptr) return {};
   const Environment env = environment();
   BootstrapOptions options{0, static_cast<int>(group_.size()), std::chrono::milliseconds(env.timeout_ms), env.bootstrap,
                            group_};
@@ -97,8 +93,16 @@ Status Communicator::start(Bootstrap& bootstrap) {
 
 Status Communicator::all_reduce(const void* input, void* sum, size_t count, TwDataType dtype, cudaStream_t stream) {
   if (count == 0) return {};
-  return nccl_status(nccl_, nccl_.AllReduce(input, sum, count, nccl_type(dtype), kNcclSum, comm_, stream),
-                     "ncclAllReduce");
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TW_RETURN_IF_ERROR(*state_);
+  NcclResult since = kNcclSuccess;
+  state_ = nccl_status(nccl_, nccl_.CommGetAsyncError(comm_, &since), "ncclCommGetAsyncError");
+  if (state_->ok()) state_ = nccl_status(nccl_, since, "an earlier ncclAllReduce");
+  if (state_->ok()) {
+    state_ = nccl_status(nccl_, nccl_.AllReduce(input, sum, count, nccl_type(dtype), kNcclSum, comm_, stream),
+                         "ncclAllReduce");
+  }
+  return *state_;
 }
 
 }  // namespace tokenweave::reference

@@ -4,8 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <memory>
 #include <mutex>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "bootstrap.h"
@@ -14,27 +15,34 @@
 
 namespace tokenweave::reference {
 
+/// Lives as long as the process. ncclCommDestroy is collective and waits for captured graphs that hold the
+/// communicator, and no rank knows when the others, or its own graphs, let go of theirs; and were some ranks to drop it
+/// and others not, the ranks would disagree on whether they have to meet.
 class Communicator {
  public:
   /// The process's communicator of the current device and `group` (ranks in MPI_COMM_WORLD, ascending). Collective the
-  /// first time: the ranks of the group meet, and all of them fail where one does.
-  static Status acquire(const std::vector<int32_t>& group, std::shared_ptr<Communicator>* communicator);
+  /// first time: the ranks of the group meet, and all of them fail where one does. Never afterwards: a communicator
+  /// that failed, then or later, is failed for good, and its first error is returned at once.
+  static Status acquire(const std::vector<int32_t>& group, Communicator** communicator);
 
-  explicit Communicator(std::vector<int32_t> group) : group_(std::move(group)) {}
-  ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  /// Queues the sum over ranks of `count` elements. Called in the same order on all ranks.
+  /// Queues the sum over ranks of `count` elements. Threads may call it at the same time, but the caller sees to it
+  /// that the sums are queued in the same order on all ranks. After an error, the call's or one that NCCL met since,
+  /// all fail with it: this rank is out of step with the others.
   Status all_reduce(const void* input, void* sum, size_t count, TwDataType dtype, cudaStream_t stream);
 
  private:
+  explicit Communicator(std::vector<int32_t> group) : group_(std::move(group)) {}
+
   Status meet();
   Status find_rank(int* rank) const;
   Status start(Bootstrap& bootstrap);
 
   const std::vector<int32_t> group_;
-  std::mutex mutex_;
+  std::mutex mutex_;             // of all below
+  std::optional<Status> state_;  // none: the ranks have not met; else OK, or the first error
   NcclTable nccl_{};
   NcclComm comm_ = nullptr;
 };

@@ -11,8 +11,8 @@ Status load_nccl(NcclTable* table, const std::vector<std::string>& names) {
   TW_RETURN_IF_ERROR(library.find("ncclGetErrorString", &table->GetErrorString));
   TW_RETURN_IF_ERROR(library.find("ncclGetUniqueId", &table->GetUniqueId));
   TW_RETURN_IF_ERROR(library.find("ncclCommInitRank", &table->CommInitRank));
-  TW_RETURN_IF_ERROR(library.find("ncclCommDestroy", &table->CommDestroy));
   TW_RETURN_IF_ERROR(library.find("ncclCommAbort", &table->CommAbort));
+  TW_RETURN_IF_ERROR(library.find("ncclCommGetAsyncError", &table->CommGetAsyncError));
   return library.find("ncclAllReduce", &table->AllReduce);
 }
 

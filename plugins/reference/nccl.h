@@ -27,8 +27,8 @@ struct NcclTable {
   const char* (*GetErrorString)(NcclResult);
   NcclResult (*GetUniqueId)(NcclUniqueId*);
   NcclResult (*CommInitRank)(NcclComm*, int size, NcclUniqueId, int rank);
-  NcclResult (*CommDestroy)(NcclComm);
   NcclResult (*CommAbort)(NcclComm);
+  NcclResult (*CommGetAsyncError)(NcclComm, NcclResult* error);
   NcclResult (*AllReduce)(const void* input, void* output, size_t count, NcclDataType, NcclOp, NcclComm, cudaStream_t);
 };
 

@@ -14,7 +14,7 @@
 #include "fields.h"
 #include "guard.h"
 #include "make_plugin.h"
-#include "pack_fields.h"
+#include "packed_fields.h"
 #include "status.h"
 
 namespace tokenweave::reference {
@@ -52,7 +52,8 @@ class PluginV2 : public nvinfer1::IPluginV2DynamicExt {
     return copy.release();
   }
 
-  /// TensorRT initialises what it deserialised, and runs clones of it that it only attaches.
+  /// TensorRT initialises what it deserialised, and runs clones of it that it only attaches. Attaching cannot fail:
+  /// enqueue does, then.
   int32_t initialize() noexcept final {
     return run([&]() -> Status { return building_ ? Status{} : static_cast<Derived*>(this)->start(); });
   }
@@ -108,7 +109,7 @@ class PluginV2 : public nvinfer1::IPluginV2DynamicExt {
     Fields fields = fields_;
     trt::FieldWriter writer;
     fields.visit(writer, nvinfer1::TensorRTPhase::kRUNTIME);
-    return pack_fields(*writer.values());
+    return trt::PackedFields::write(*writer.values());
   }
 
   std::string where_;  // names the layer in messages
@@ -139,8 +140,10 @@ class CreatorV2 final : public nvinfer1::IPluginCreator {
   nvinfer1::IPluginV2* deserializePlugin(const char* name, const void* data, size_t bytes) noexcept override {
     std::unique_ptr<PluginType> plugin;
     trt::succeeds(PluginType::kName, [&]() -> Status {
-      UnpackedFields stored;
-      TW_RETURN_IF_ERROR(stored.read(data, bytes));
+      const auto* const first = static_cast<const uint8_t*>(data);
+      trt::PackedFields stored;
+      const Status read = trt::PackedFields::read({first, first + (first != nullptr ? bytes : 0)}, &stored);
+      if (!read.ok()) return trt::named(name, error(read.code, read.message + ". Fix: rebuild the engine"));
       return trt::make_plugin(name, stored.collection(), nvinfer1::TensorRTPhase::kRUNTIME, &plugin);
     });
     return plugin.release();

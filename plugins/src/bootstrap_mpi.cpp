@@ -2,8 +2,10 @@
 #include <unistd.h>
 
 #include <array>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <thread>
 
 #include "bootstrap.h"
 #include "env.h"
@@ -15,6 +17,7 @@ namespace {
 // such.
 constexpr int kTag = 20875;
 constexpr int kSuccess = 0;
+constexpr std::chrono::milliseconds kProbeEvery{1};
 
 template <typename Function>
 Function symbol(const char* name) {
@@ -28,6 +31,26 @@ bool mpi_is_initialized() {
 }
 
 void* world_communicator() { return dlsym(RTLD_DEFAULT, "ompi_mpi_comm_world"); }
+
+/// Until rank `from` of MPI_COMM_WORLD has sent a message, or the time is over.
+Status wait_for_message(int from, std::chrono::milliseconds timeout) {
+  const auto probe = symbol<int (*)(int, int, void*, int*, void*)>("MPI_Iprobe");
+  if (probe == nullptr) return error(TW_UNSUPPORTED, "the MPI library in this process has no MPI_Iprobe");
+  const auto until = std::chrono::steady_clock::now() + timeout;
+  for (int there = 0;;) {
+    if (probe(from, kTag, world_communicator(), &there, nullptr) != kSuccess) {
+      return error(TW_BOOTSTRAP_ERROR, "MPI_Iprobe for rank 0 failed");
+    }
+    if (there != 0) return {};
+    if (std::chrono::steady_clock::now() >= until) {
+      return error(TW_BOOTSTRAP_ERROR, "bootstrap by MPI: missing rank 0 (rank " + std::to_string(from) +
+                                           " of MPI_COMM_WORLD): it did not come in " +
+                                           std::to_string(timeout.count()) +
+                                           " ms. Fix: start all ranks of the group, with the same engine");
+    }
+    std::this_thread::sleep_for(kProbeEvery);
+  }
+}
 
 }  // namespace
 
@@ -54,8 +77,11 @@ Status exchange_address_by_mpi(const BootstrapOptions& options, std::string* add
         return error(TW_BOOTSTRAP_ERROR, "MPI_Send to rank " + std::to_string(rank) + " failed");
       }
     }
-  } else if (receive(name.data(), name.size(), byte, world_rank(0), kTag, world, nullptr) != kSuccess) {
-    return error(TW_BOOTSTRAP_ERROR, "MPI_Recv from rank 0 failed");
+  } else {
+    TW_RETURN_IF_ERROR(wait_for_message(world_rank(0), options.timeout));
+    if (receive(name.data(), name.size(), byte, world_rank(0), kTag, world, nullptr) != kSuccess) {
+      return error(TW_BOOTSTRAP_ERROR, "MPI_Recv from rank 0 failed");
+    }
   }
   *address = name.data();
   return {};

@@ -33,9 +33,10 @@ struct GemmTensors {
 
 /// What one device computes matrix products with: a cuBLASLt handle, and which algorithm serves which product.
 ///
-/// Asking cuBLASLt for an algorithm is work of the host alone, some ten microseconds, so it is done when a product is
-/// first queued, also while a graph is captured. Layers of one shape share the answer, because they share the device's
-/// runner. Rows are not rounded to buckets: an algorithm is only known to suit the size that it was asked for.
+/// Asking cuBLASLt for an algorithm is work of the host alone, so it is done when a product is first queued, also while
+/// a graph is captured; how long it takes was not measured. Layers of one shape share the answer, because they share
+/// the device's runner. Rows are not rounded to buckets: an algorithm is only known to suit the size that it was asked
+/// for.
 class GemmRunner {
  public:
   /// Memory that queue() needs on the device.

@@ -114,9 +114,10 @@ void FieldReader::int32(const char* name, int32_t* value, int32_t low, int32_t h
   if (*value < low || *value > high) fail(outside(name, *value, low, high));
 }
 
-void FieldReader::int32s(const char* name, std::vector<int32_t>* values, int32_t low) {
-  const PluginField* field = find(name, PluginFieldType::kINT32, Presence::kRequired, false);
+void FieldReader::int32s(const char* name, std::vector<int32_t>* values, int32_t low, Presence presence) {
+  const PluginField* field = find(name, PluginFieldType::kINT32, presence, false);
   if (field == nullptr) return;
+  if (field->length == 0 && presence == Presence::kRequired) return fail(quoted(name) + " has no values");
   values->clear();
   for (int32_t i = 0; i < field->length; ++i) {
     values->push_back(value_of<int32_t>(*field, i));
@@ -152,7 +153,7 @@ void FieldWriter::int32(const char* name, int32_t* value, int32_t, int32_t, Pres
   fields_.emplace_back(name, value, PluginFieldType::kINT32, 1);
 }
 
-void FieldWriter::int32s(const char* name, std::vector<int32_t>* values, int32_t) {
+void FieldWriter::int32s(const char* name, std::vector<int32_t>* values, int32_t, Presence) {
   fields_.emplace_back(name, values->data(), PluginFieldType::kINT32, static_cast<int32_t>(values->size()));
 }
 

@@ -28,7 +28,9 @@ class FieldVisitor {
                     Presence presence = Presence::kRequired) = 0;
   virtual void int32(const char* name, int32_t* value, int32_t low, int32_t high,
                      Presence presence = Presence::kRequired) = 0;
-  virtual void int32s(const char* name, std::vector<int32_t>* values, int32_t low) = 0;
+  /// A list, which may be empty only where it is optional: what is stored of an empty one is nothing.
+  virtual void int32s(const char* name, std::vector<int32_t>* values, int32_t low,
+                      Presence presence = Presence::kRequired) = 0;
   virtual void float32(const char* name, float* value, float low, float high,
                        Presence presence = Presence::kRequired) = 0;
   /// Bytes. May be absent: none.
@@ -45,7 +47,7 @@ class FieldReader final : public FieldVisitor {
 
   void int8(const char* name, int8_t* value, int8_t low, int8_t high, Presence presence) override;
   void int32(const char* name, int32_t* value, int32_t low, int32_t high, Presence presence) override;
-  void int32s(const char* name, std::vector<int32_t>* values, int32_t low) override;
+  void int32s(const char* name, std::vector<int32_t>* values, int32_t low, Presence presence) override;
   void float32(const char* name, float* value, float low, float high, Presence presence) override;
   void chars(const char* name, std::vector<uint8_t>* bytes) override;
 
@@ -70,7 +72,7 @@ class FieldWriter final : public FieldVisitor {
  public:
   void int8(const char* name, int8_t* value, int8_t low, int8_t high, Presence presence) override;
   void int32(const char* name, int32_t* value, int32_t low, int32_t high, Presence presence) override;
-  void int32s(const char* name, std::vector<int32_t>* values, int32_t low) override;
+  void int32s(const char* name, std::vector<int32_t>* values, int32_t low, Presence presence) override;
   void float32(const char* name, float* value, float low, float high, Presence presence) override;
   void chars(const char* name, std::vector<uint8_t>* bytes) override;
 

@@ -11,8 +11,15 @@ using nvinfer1::PluginFieldType;
 constexpr char kMagic[4] = {'T', 'W', 'P', 'F'};
 constexpr uint16_t kLayoutVersion = 1;
 
-Status bad(const std::string& what) {
-  return error(TW_INVALID_ARGUMENT, "packed plugin fields " + what + ". Fix: weave the network again");
+Status bad(const std::string& what) { return error(TW_INVALID_ARGUMENT, "packed plugin fields " + what); }
+
+void append(std::vector<uint8_t>* bytes, const void* data, size_t count) {
+  const auto* const first = static_cast<const uint8_t*>(data);
+  bytes->insert(bytes->end(), first, first + count);
+}
+template <typename T>
+void append(std::vector<uint8_t>* bytes, T value) {
+  append(bytes, &value, sizeof value);
 }
 
 /// Takes little-endian values, which this library's machines have, one after the other.
@@ -57,6 +64,24 @@ size_t size_of(PluginFieldType type) {
 }
 
 }  // namespace
+
+std::vector<uint8_t> PackedFields::write(const nvinfer1::PluginFieldCollection& fields) {
+  std::vector<uint8_t> packed;
+  append(&packed, kMagic, sizeof kMagic);
+  append(&packed, kLayoutVersion);
+  append(&packed, static_cast<uint16_t>(fields.nbFields));
+  for (int32_t i = 0; i < fields.nbFields; ++i) {
+    const nvinfer1::PluginField& field = fields.fields[i];
+    const size_t name_bytes = std::strlen(field.name);
+    append(&packed, static_cast<uint16_t>(name_bytes));
+    append(&packed, static_cast<uint8_t>(field.type));
+    append(&packed, uint8_t{0});
+    append(&packed, static_cast<uint32_t>(field.length));
+    append(&packed, field.name, name_bytes);
+    append(&packed, field.data, static_cast<size_t>(field.length) * size_of(field.type));
+  }
+  return packed;
+}
 
 Status PackedFields::read(const std::vector<uint8_t>& packed, PackedFields* fields) {
   *fields = {};

@@ -1,4 +1,5 @@
-// The fields of one plugin inside a field of another. Layout: trtllm_tokenweave/recorder/packed_fields.py.
+// The fields of one plugin as bytes: inside a field of another, or in an engine. Layout:
+// trtllm_tokenweave/recorder/packed_fields.py.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -13,6 +14,9 @@ namespace tokenweave::trt {
 
 class PackedFields {
  public:
+  /// Fields of INT8, INT32, INT64, FLOAT32 and CHAR; their names and number fit 16 bits.
+  static std::vector<uint8_t> write(const nvinfer1::PluginFieldCollection& fields);
+  /// TW_INVALID_ARGUMENT: not what write() makes, or only a part of it. Says what is wrong, not how to fix it.
   static Status read(const std::vector<uint8_t>& packed, PackedFields* fields);
 
   /// For a creator; valid as long as this object.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.attention_model import MAX_SEQUENCES, TOLERANCE, AttentionModel, Heads, half_tensors, to_numpy
+from gpu.attention_model import MAX_SEQUENCES, TOLERANCE, AttentionModel, Heads, Tensors, half_tensors, to_numpy
 from trtllm_tokenweave.batch_split import split_batch
 from trtllm_tokenweave.model_config import RotaryScaling
 
@@ -60,27 +60,59 @@ def test_the_check_sees_a_wrong_position_and_a_missing_key(model: AttentionModel
         assert error > 3 * tolerance, error
 
 
+def capture(model: AttentionModel, given: list[torch.Tensor], out: torch.Tensor) -> torch.cuda.CUDAGraph:
+    """A graph of one step; the host's arrays are overwritten once it is there."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert model.plugin.enqueue(given, out)
+    for tensor in given:
+        if not tensor.is_cuda:
+            tensor.zero_()
+    return graph
+
+
+def overwrite(model: AttentionModel, captured: list[torch.Tensor], tensors: Tensors) -> None:
+    """Put another step into the device's inputs of a graph."""
+    for name, old, new in zip(model.names, captured, model.inputs(tensors), strict=True):
+        if not name.startswith("host_"):
+            old.copy_(new)
+
+
 def test_a_graph_follows_the_lengths_of_its_replay(model: AttentionModel) -> None:
     """Captured for short sequences, replayed for long ones, with the host's arrays overwritten in between."""
     model.run(first := model.step([(s, 150 + s, True) for s in range(5)]))
     model.expected(first)
     tensors = model.step(decode := [(s, 1, False) for s in range(5)])
     captured, out = model.inputs(tensors), model.output(5)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        assert model.plugin.enqueue(captured, out)
-    for given in captured:
-        if not given.is_cuda:
-            given.zero_()
+    graph = capture(model, captured, out)
     for attempt in range(3):
         if attempt > 0:
             # One sequence grows by a chunk, outside of the graph.
             model.run(chunk := model.step([(attempt, 1000, True)]))
             model.expected(chunk)
             tensors = model.step(decode)
-            for name, old, new in zip(model.names, captured, model.inputs(tensors), strict=True):
-                if not name.startswith("host_"):
-                    old.copy_(new)
+            overwrite(model, captured, tensors)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        model.check(out, model.expected(tensors))
+
+
+@pytest.mark.parametrize("captured_chunk", [64, 200, 1152])
+def test_a_graph_with_chunks_follows_other_chunks(model: AttentionModel, captured_chunk: int) -> None:
+    """Two chunks that fill their tiles, or nearly, replayed as chunks of the same sum that take more tiles.
+
+    Of 64 tokens keys are whole, of 200 they are shared out, of 1152 the tiles leave no room for that.
+    """
+    fewer, more = captured_chunk - 12, captured_chunk + 12
+    tensors = model.step([(0, captured_chunk, True), (1, captured_chunk, True)])
+    model.run(tensors)  # all kernels are loaded now
+    captured, out = model.inputs(tensors), model.output(2 * captured_chunk)
+    graph = capture(model, captured, out)
+    for chunks in ([], [(2, fewer, True), (3, more, True)], [(2, more, True), (3, fewer, True)]):
+        if chunks:
+            tensors = model.step(chunks)
+            overwrite(model, captured, tensors)
         out.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()

@@ -78,17 +78,24 @@ Status check_reach(const HostBatch& host, const Reach& reach) {
 
 int32_t cta_slots(int32_t sms, int32_t num_kv_heads) { return std::max(1, 2 * sms / num_kv_heads); }
 
-Grid make_grid(const RowGroup& rows, const int32_t* context_lengths, int32_t group_size, int32_t slots) {
+Grid make_grid(const RowGroup& rows, const int32_t* context_lengths, int32_t group_size, int32_t slots,
+               bool any_lengths) {
   Grid grid;
   if (rows.rows == 0) return grid;
   const bool small = int64_t{rows.tokens} * group_size <= int64_t{kSmallTile} * rows.rows;
   grid.tile = small ? kSmallTile : kLargeTile;
   int64_t tiles = 0;
-  for (int32_t row = 0; row < rows.rows; ++row) {
-    const int64_t tokens = context_lengths != nullptr ? context_lengths[row] : 1;
-    tiles += ceil_div(tokens * group_size, grid.tile);
+  if (context_lengths == nullptr) {
+    tiles = rows.rows * ceil_div(group_size, grid.tile);
+  } else if (any_lengths) {  // the last tile of each row may be partly empty; no more than most_ctas() has memory for
+    tiles = int64_t{rows.tokens} * group_size / grid.tile + rows.rows;
+  } else {
+    for (int32_t row = 0; row < rows.rows; ++row) {
+      tiles += ceil_div(int64_t{context_lengths[row]} * group_size, grid.tile);
+    }
   }
-  // Partial results cost a second kernel: only where at least half of the GPU would have nothing to do.
+  // Partial results cost a second kernel: only where at least half of the GPU would have nothing to do. The tiles fit
+  // `slots` then, in chunks that are long enough (find_chunk_tokens).
   grid.split = 2 * tiles <= slots && rows.longest > kSmallestChunk;
   grid.ctas = grid.split ? slots : static_cast<int32_t>(tiles);
   return grid;

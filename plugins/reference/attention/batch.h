@@ -64,6 +64,8 @@ struct Grid {
 int32_t cta_slots(int32_t sms, int32_t num_kv_heads);
 
 /// `context_lengths`: of the group's rows; null: every row has one token. `group_size`: query heads of a KV head.
-Grid make_grid(const RowGroup& rows, const int32_t* context_lengths, int32_t group_size, int32_t slots);
+/// `any_lengths`: the grid is large enough for all context lengths of the same sum, as a captured graph may find them.
+Grid make_grid(const RowGroup& rows, const int32_t* context_lengths, int32_t group_size, int32_t slots,
+               bool any_lengths = false);
 
 }  // namespace tokenweave::reference

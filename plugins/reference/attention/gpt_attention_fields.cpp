@@ -6,6 +6,7 @@
 #include <cstring>
 #include <iterator>
 #include <limits>
+#include <stdexcept>
 #include <string>
 
 namespace tokenweave::reference {
@@ -98,10 +99,12 @@ constexpr Attribute kAttributes[] = {
     {"use_logn_scaling", Attribute::kInt8, "log-n scaling"},
 };
 
+/// Throws std::out_of_range for a name that is none of the attributes'.
 size_t index_of(const char* name) {
-  size_t i = 0;
-  while (std::strcmp(kAttributes[i].name, name) != 0) ++i;
-  return i;
+  const auto* const found = std::find_if(std::begin(kAttributes), std::end(kAttributes),
+                                         [name](const Attribute& one) { return std::strcmp(one.name, name) == 0; });
+  if (found == std::end(kAttributes)) throw std::out_of_range(std::string("GPTAttention has no attribute ") + name);
+  return static_cast<size_t>(found - std::begin(kAttributes));
 }
 
 }  // namespace
@@ -113,17 +116,17 @@ void GptAttentionFields::visit(trt::FieldVisitor& visitor, TensorRTPhase phase) 
   for (const Attribute& attribute : kAttributes) {
     switch (attribute.type) {
       case Attribute::kInt32:
-        visitor.int32(attribute.name, &integers_[i], kLeast, trt::kNoLimit);
+        visitor.int32(attribute.name, &values_[i].integer, kLeast, trt::kNoLimit);
         break;
       case Attribute::kInt8:
-        visitor.int8(attribute.name, &bytes_[i], std::numeric_limits<int8_t>::min(),
+        visitor.int8(attribute.name, &values_[i].byte, std::numeric_limits<int8_t>::min(),
                      std::numeric_limits<int8_t>::max());
         break;
       case Attribute::kFloat32:
-        visitor.float32(attribute.name, &reals_[i], -kMost, kMost);
+        visitor.float32(attribute.name, &values_[i].real, -kMost, kMost);
         break;
       case Attribute::kInt32List:
-        visitor.int32s(attribute.name, &cp_group_, 0);
+        visitor.int32s(attribute.name, &cp_group_, 0, trt::Presence::kOptional);
         break;
     }
     ++i;
@@ -133,10 +136,10 @@ void GptAttentionFields::visit(trt::FieldVisitor& visitor, TensorRTPhase phase) 
 
 int32_t GptAttentionFields::integer(const char* name) const {
   const size_t i = index_of(name);
-  return kAttributes[i].type == Attribute::kInt8 ? bytes_[i] : integers_[i];
+  return kAttributes[i].type == Attribute::kInt8 ? values_[i].byte : values_[i].integer;
 }
 
-float GptAttentionFields::real(const char* name) const { return reals_[index_of(name)]; }
+float GptAttentionFields::real(const char* name) const { return values_[index_of(name)].real; }
 
 Status GptAttentionFields::check(TensorRTPhase) {
   TW_RETURN_IF_ERROR(check_features());

@@ -33,6 +33,13 @@ class GptAttentionFields {
  private:
   static constexpr size_t kCount = 58;
 
+  /// Of one attribute; the member of its type is used.
+  struct Value {
+    int32_t integer = 0;
+    int8_t byte = 0;
+    float real = 0;
+  };
+
   /// The value of an INT32 or INT8 attribute, and of a FLOAT32 one.
   int32_t integer(const char* name) const;
   float real(const char* name) const;
@@ -40,11 +47,8 @@ class GptAttentionFields {
   Status check_heads();
   Status check_rotation();
 
-  // Of each attribute the one of its type is used.
-  std::array<int32_t, kCount> integers_{};
-  std::array<int8_t, kCount> bytes_{};
-  std::array<float, kCount> reals_{};
-  std::vector<int32_t> cp_group_;
+  std::array<Value, kCount> values_{};
+  std::vector<int32_t> cp_group_;  // of a network without context parallelism: one rank, or none
 };
 
 }  // namespace tokenweave::reference

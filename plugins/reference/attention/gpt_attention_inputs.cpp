@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <iterator>
+#include <limits>
 #include <string>
 
 #include "cuda_status.h"
@@ -52,13 +53,21 @@ Status attributes_of(const void* pointer, cudaPointerAttributes* attributes) {
   return cuda_status(cudaPointerGetAttributes(attributes, pointer), "cudaPointerGetAttributes");
 }
 
-Status check_block_tables(const Inputs& inputs, int64_t rows) {
+Status check_block_tables(const Inputs& inputs, int64_t rows, int32_t tokens_per_block) {
   const auto& device = inputs.desc(Input::kKvCacheBlockOffsets).dims;
   for (const Input table : {Input::kKvCacheBlockOffsets, Input::kHostKvCacheBlockOffsets}) {
     const auto& dims = inputs.desc(table).dims;
     TW_RETURN_IF_ERROR(
         expect(dims.d[0] == device.d[0] && dims.d[1] >= rows && dims.d[2] == 2 && dims.d[3] == device.d[3], inputs,
                table, "[pools, " + std::to_string(rows) + " or more, 2, blocks], one for both"));
+  }
+  // FlashInfer numbers the tokens of the table, from its first K page on, in 32 bits.
+  const int64_t numbered = rows * 2 * device.d[3] * tokens_per_block;
+  if (numbered > std::numeric_limits<uint32_t>::max()) {
+    return bad(Input::kKvCacheBlockOffsets, "has room for " + std::to_string(numbered) + " tokens (" +
+                                                std::to_string(rows) + " sequences, 2, " + std::to_string(device.d[3]) +
+                                                " blocks, " + std::to_string(tokens_per_block) +
+                                                " tokens each), expected fewer than 2^32");
   }
   return expect(inputs.desc(Input::kHostKvCachePoolPointers).dims.d[1] == 2, inputs, Input::kHostKvCachePoolPointers,
                 "[pools, 2]");
@@ -98,7 +107,7 @@ Status check_shapes(const Inputs& inputs, const GptAttentionFields& fields) {
   }
   TW_RETURN_IF_ERROR(expect(inputs.dim(Input::kCacheIndirection, 1) == 1, inputs, Input::kCacheIndirection,
                             "[sequences, 1, max_seq_len]: a beam width above 1 is not served"));
-  TW_RETURN_IF_ERROR(check_block_tables(inputs, rows));
+  TW_RETURN_IF_ERROR(check_block_tables(inputs, rows, fields.tokens_per_block));
   const int32_t layer = fields.layer_idx;
   for (const Input of_layers : {Input::kHostMaxAttentionWindowSizes, Input::kHostKvCachePoolMapping}) {
     TW_RETURN_IF_ERROR(

@@ -127,7 +127,7 @@ Status GptAttentionPlugin::find_cache(const Inputs& inputs, AttentionCall* call,
   return {};
 }
 
-Status GptAttentionPlugin::read_step(const Inputs& inputs, AttentionCall* call) const {
+Status GptAttentionPlugin::read_step(const Inputs& inputs, bool capturing, AttentionCall* call) const {
   const HostBatch host = host_batch(inputs);
   const int32_t sink = *inputs.data<int32_t>(Input::kHostSinkTokenLength);
   if (sink != 0) return bad("host_sink_token_length is " + std::to_string(sink) + ", sink tokens are not served");
@@ -136,7 +136,7 @@ Status GptAttentionPlugin::read_step(const Inputs& inputs, AttentionCall* call) 
   }
   TW_RETURN_IF_ERROR(read_batch(host, &call->batch));
   const int32_t group = fields_.heads.group_size(), slots = cta_slots(fields_.sms, fields_.heads.kv);
-  call->context_grid = make_grid(call->batch.context, host.context_lengths, group, slots);
+  call->context_grid = make_grid(call->batch.context, host.context_lengths, group, slots, capturing);
   call->generation_grid = make_grid(call->batch.generation, nullptr, group, slots);
   return {};
 }
@@ -155,9 +155,9 @@ int32_t GptAttentionPlugin::enqueue(const PluginTensorDesc* input_descs, const P
     AttentionCall call;
     Reach reach;
     TW_RETURN_IF_ERROR(find_cache(inputs, &call, &reach));
-    TW_RETURN_IF_ERROR(read_step(inputs, &call));
     bool capturing = false;
     TW_RETURN_IF_ERROR(trt::is_capturing(stream, &capturing));
+    TW_RETURN_IF_ERROR(read_step(inputs, capturing, &call));
     // A graph is captured with lengths that are rounded up.
     if (!capturing) TW_RETURN_IF_ERROR(check_reach(host_batch(inputs), reach));
     call.dtype = fields_.dtype;

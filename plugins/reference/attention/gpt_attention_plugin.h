@@ -34,7 +34,7 @@ class GptAttentionPlugin final : public PluginV2<GptAttentionPlugin, GptAttentio
   /// That the table of the rotary embedding has; 0: there is none.
   int32_t positions(const Inputs& inputs) const;
   Status find_cache(const Inputs& inputs, AttentionCall* call, Reach* reach);
-  Status read_step(const Inputs& inputs, AttentionCall* call) const;
+  Status read_step(const Inputs& inputs, bool capturing, AttentionCall* call) const;
 
   MemoryCheck memory_;
 };

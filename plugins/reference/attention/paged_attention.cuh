@@ -12,7 +12,8 @@
 
 namespace tokenweave::reference {
 
-/// What FlashInfer's kernel reads of its arguments; the names are FlashInfer's.
+/// What FlashInfer's kernel reads of its arguments; the names are FlashInfer's. It multiplies the starts of pages by
+/// tokens_per_block in 32 bits: check_shapes() sees to it that they fit.
 template <typename T>
 struct PrefillParams {
   using DTypeQ = T;

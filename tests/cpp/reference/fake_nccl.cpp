@@ -1,6 +1,8 @@
 #include "fake_nccl.h"
 
+#include <atomic>
 #include <cstring>
+#include <thread>
 
 namespace tokenweave::test {
 
@@ -46,6 +48,7 @@ int ncclCommInitRank(void** communicator, int size, UniqueId id, int rank) {
 
 int ncclCommDestroy(void*) {
   --nccl().communicators;
+  ++nccl().destroys;
   return 0;
 }
 
@@ -55,8 +58,21 @@ int ncclCommAbort(void*) {
   return 0;
 }
 
+int ncclCommGetAsyncError(void*, int* error) {
+  *error = nccl().async_error;
+  return answer("ncclCommGetAsyncError");
+}
+
 int ncclAllReduce(const void*, void*, size_t count, int type, int op, void*, cudaStream_t) {
+  static std::atomic<int> inside{0};
+  if (++inside > 1) {  // a communicator's calls may not overlap
+    nccl().at_once = inside;
+    --inside;
+    return 0;
+  }
+  for (int i = 0; i < 100; ++i) std::this_thread::yield();
   write_down("sum " + std::to_string(count) + " of type " + std::to_string(type) + (op == 0 ? "" : ", not a sum"));
+  --inside;
   return answer("ncclAllReduce");
 }
 

@@ -11,8 +11,11 @@ namespace tokenweave::test {
 struct FakeNccl {
   std::string failing;             ///< the function that fails, for example "ncclCommInitRank"
   std::string id = "made here";    ///< of the communicators that start in this process
+  int async_error = 0;             ///< what ncclCommGetAsyncError finds
   std::vector<std::string> calls;  ///< for example "init 2 ranks as 1 by id"
   int communicators = 0;           ///< alive
+  int destroys = 0;
+  int at_once = 0;  ///< threads that were in ncclAllReduce beside another
 };
 
 __attribute__((visibility("default"))) FakeNccl& nccl();

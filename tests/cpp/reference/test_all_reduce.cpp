@@ -1,5 +1,6 @@
 // TensorRT-LLM's AllReduce: its attributes, its inputs for each of them, and what a run queues.
 #include <cstdlib>
+#include <tuple>
 
 #include "../trt/fake_exprs.h"
 #include "fake_nccl.h"
@@ -30,10 +31,17 @@ namespace {
 constexpr const char* kName = "AllReduce";
 constexpr int kNccl = 0, kUb = 2, kAuto = 3, kOneShot = 4, kFused = 1;
 
+/// The only rank of the running test's group: communicators live as long as the process.
+int32_t own_rank = 0;
+
 /// What TensorRT-LLM 1.x gives, for one rank.
 FieldList fields(int strategy = kNccl, int fusion_op = 0) {
   FieldList list;
-  list.set("group", {0}).set("type_id", 7).flag("strategy", strategy).flag("fusion_op", fusion_op).set("eps", 1e-5f);
+  list.set("group", {own_rank})
+      .set("type_id", 7)
+      .flag("strategy", strategy)
+      .flag("fusion_op", fusion_op)
+      .set("eps", 1e-5f);
   return list.flag("affine", fusion_op).flag("bias", 0).flag("scale", 0);
 }
 
@@ -51,8 +59,9 @@ class AllReduceTest : public testing::Test {
     gpu() = FakeGpu{};
     nccl() = FakeNccl{};
     asked_norms().clear();
+    own_rank += 10;
   }
-  ~AllReduceTest() override { EXPECT_EQ(nccl().communicators, 0); }
+  ~AllReduceTest() override { EXPECT_EQ(nccl().destroys, 0); }
 
   /// From network to engine to a context's copy.
   static PluginV2Ptr started(const FieldList& list, const Descs& inputs) {
@@ -90,14 +99,18 @@ TEST_F(AllReduceTest, RefusesTheRest) {
     EXPECT_EQ(creation_error(list).find("AllReduce: layer 'layer': " + expected), 0u) << trt::last_error().message;
   };
   refused(fields().remove("group"), "field 'group' is missing");
-  refused(fields().set("group", std::vector<int32_t>{}), "field 'group' has no ranks");
+  refused(fields().set("group", std::vector<int32_t>{}), "field 'group' has no values");
   refused(fields().set("group", {1, 0, 1}), "field 'group' has a rank twice");
   refused(fields().set("group", {-1}), "field 'group' = -1 is below 0");
   refused(fields().set("type_id", 2), "field 'type_id' = 2 is not one of");
-  refused(fields(kUb), "field 'strategy' = 2 (UB) is not done here. Fix: NCCL (0) or AUTO (3)");
-  refused(fields(6), "field 'strategy' = 6 (LOWPRECISION)");
-  refused(fields(7), "field 'strategy' = 7 (MNNVL)");
-  refused(fields(9), "field 'strategy' = 9 is outside 0..8");
+  refused(
+      fields(kUb),
+      "field 'strategy' = 2 (UB of TensorRT-LLM 0.20 to 1.2, whose numbers are assumed) is not done here. Fix: NCCL "
+      "(0) or AUTO (3)");
+  refused(fields(6), "field 'strategy' = 6 (LOWPRECISION of");
+  refused(fields(7), "field 'strategy' = 7 (MNNVL of");
+  refused(fields(9), "field 'strategy' = 9 (none of TensorRT-LLM 0.20 to 1.2, whose numbers are assumed)");
+  refused(fields(-1), "field 'strategy' = -1 is outside 0..127");
   refused(fields().set("strategy", 0), "field 'strategy' has type INT32, expected INT8");
   for (const int op : {2, 3, 4, 8}) {
     refused(fields(kNccl, op).flag("affine", 1), "field 'fusion_op' = " + std::to_string(op) + " is not done here");
@@ -238,37 +251,72 @@ TEST_F(AllReduceTest, LayersShareOneCommunicator) {
   const PluginV2Ptr one = started(fields(), {kTensor}), other = started(fields(kAuto), {kTensor, kSpace});
   EXPECT_EQ(nccl().calls.size(), 1u);
   EXPECT_EQ(nccl().communicators, 1);
-  const PluginV2Ptr of_another_group = started(fields().set("group", {5}), {kTensor});
+  const PluginV2Ptr of_another_group = started(fields().set("group", {own_rank + 1}), {kTensor});
   gpu().device = 1;
   const PluginV2Ptr on_another_device = started(fields(), {kTensor});
   EXPECT_EQ(nccl().communicators, 3);
 }
 
+TEST_F(AllReduceTest, LayersOfALaterEngineNeedNoMeeting) {
+  started(fields(), {kTensor}).reset();
+  EXPECT_EQ(run(started(fields(), {kTensor}), {kTensor}), 0);
+  EXPECT_EQ(nccl().calls.size(), 2u);  // one init, one sum
+  EXPECT_EQ(nccl().communicators, 1);
+}
+
 TEST_F(AllReduceTest, FailsWithTheReason) {
-  const PluginV2Ptr loaded = load(kName, store(create(kName, fields())));
-  EXPECT_NE(run(loaded, {kTensor}), 0);
-  EXPECT_EQ(trt::last_error().message, "AllReduce: was run without being initialised");
   for (const char* function : {"ncclGetUniqueId", "ncclCommInitRank"}) {
+    ++own_rank;
+    const PluginV2Ptr loaded = load(kName, store(create(kName, fields())));
+    EXPECT_NE(run(loaded, {kTensor}), 0);
+    EXPECT_EQ(trt::last_error().message, "AllReduce: was run without being initialised");
     nccl().failing = function;
     EXPECT_NE(loaded->initialize(), 0);
-    EXPECT_NE(trt::last_error().message.find(std::string(function) + " failed: unhandled system error (2)"),
-              std::string::npos)
-        << trt::last_error().message;
+    const std::string message = trt::last_error().message;
+    EXPECT_NE(message.find(std::string(function) + " failed: unhandled system error (2)"), std::string::npos)
+        << message;
+    // Nobody meets again: another layer, and a context that TensorRT attaches, hear the same at once.
+    nccl().failing.clear();
+    const size_t calls = nccl().calls.size();
+    const PluginV2Ptr other = load(kName, store(create(kName, fields(kAuto))));
+    other->attachToContext(nullptr, nullptr, nullptr);
+    EXPECT_EQ(trt::last_error().message, message);
+    EXPECT_NE(other->initialize(), 0);
+    EXPECT_EQ(nccl().calls.size(), calls);
   }
-  nccl().failing.clear();
-  EXPECT_EQ(loaded->initialize(), 0);
-  nccl().failing = "ncclAllReduce";
-  EXPECT_NE(run(loaded, {kTensor}), 0);
-  EXPECT_EQ(trt::last_error().message, "AllReduce: ncclAllReduce failed: unhandled system error (2)");
+}
+
+TEST_F(AllReduceTest, SumsNoMoreAfterAnError) {
+  const auto error_of = [&](const PluginV2Ptr& plugin) {
+    return run(plugin, {kTensor}) == 0 ? "" : trt::last_error().message;
+  };
+  for (const auto& [function, async_error, expected] : {std::tuple{"ncclAllReduce", 0, "ncclAllReduce failed"},
+                                                        {"ncclCommGetAsyncError", 0, "ncclCommGetAsyncError failed"},
+                                                        {"", 6, "an earlier ncclAllReduce failed"}}) {
+    ++own_rank;
+    nccl() = FakeNccl{};
+    const PluginV2Ptr plugin = started(fields(), {kTensor}), other = started(fields(kAuto), {kTensor});
+    EXPECT_EQ(error_of(plugin), "");
+    nccl().failing = function;
+    nccl().async_error = async_error;
+    const std::string message = std::string("AllReduce: ") + expected + ": unhandled system error";
+    EXPECT_EQ(error_of(plugin).find(message), 0u) << trt::last_error().message;
+    nccl().failing.clear();
+    nccl().async_error = 0;
+    const size_t calls = nccl().calls.size();
+    EXPECT_EQ(error_of(other).find(message), 0u) << trt::last_error().message;
+    EXPECT_EQ(nccl().calls.size(), calls);
+  }
 }
 
 TEST_F(AllReduceTest, RefusesWhatAnotherLibraryStored) {
   std::vector<uint8_t> stored = store(create(kName, fields()));
   stored[0] ^= 1;
   EXPECT_EQ(load(kName, stored), nullptr);
-  EXPECT_EQ(trt::last_error().message.find("AllReduce: the stored attributes are not those of this plugin library"),
-            0u);
+  EXPECT_EQ(trt::last_error().message,
+            "AllReduce: layer 'layer': packed plugin fields have a wrong magic. Fix: rebuild the engine");
   EXPECT_EQ(load(kName, {}), nullptr);
+  EXPECT_EQ(creator(kName).deserializePlugin("layer", nullptr, 16), nullptr);
   stored = store(create("Gemm", FieldList().set("transa", 0).set("transb", 1).set("type_id", 7)));
   EXPECT_EQ(load(kName, stored), nullptr);
   EXPECT_EQ(trt::last_error().message, "AllReduce: layer 'layer': field 'group' is missing");

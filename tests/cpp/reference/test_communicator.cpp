@@ -20,7 +20,7 @@ std::string meet(const std::string& address, const char* rank, const std::vector
   nccl() = FakeNccl{};
   nccl().id = "the id of process " + std::string(rank != nullptr ? rank : "?");
   nccl().failing = failing;
-  std::shared_ptr<Communicator> communicator;
+  Communicator* communicator = nullptr;
   const Status status = Communicator::acquire(group, &communicator);
   std::string text = status.message;
   for (const std::string& call : nccl().calls) text += (text.empty() ? "" : "; ") + call;
@@ -69,6 +69,49 @@ TEST(Communicator, NeedsToKnowItsRank) {
 TEST(Communicator, AGroupOfOneNeedsNothing) {
   EXPECT_EQ(run_processes(1, [](int) { return meet("", nullptr, {9}); })[0],
             "init 1 ranks as 0 by the id of process ?");
+}
+
+TEST(Communicator, MeetsOnce) {
+  const auto texts = run_processes(1, [](int) {
+    const std::string first = meet("", nullptr, {9});
+    Communicator *again = nullptr, *of_a_thread = nullptr, *other = nullptr;
+    Status status = Communicator::acquire({9}, &again);
+    std::thread([&] { status = Communicator::acquire({9}, &of_a_thread); }).join();
+    if (!status.ok() || !Communicator::acquire({8}, &other).ok()) return status.message + " FAILED";
+    return std::to_string(nccl().calls.size()) + " inits, " + std::to_string(nccl().destroys) + " destroys" +
+           (again == of_a_thread && again != other ? "" : ", not one of a group");
+  });
+  EXPECT_EQ(texts[0], "2 inits, 0 destroys");
+}
+
+TEST(Communicator, FailsForGoodWhereARankStaysAway) {
+  const std::string address = fresh_address();
+  const auto texts = run_processes(1, [&](int) {
+    setenv("TOKENWEAVE_BOOTSTRAP", address.c_str(), 1);
+    setenv("TOKENWEAVE_TIMEOUT_MS", "50", 1);
+    setenv("TOKENWEAVE_RANK", "0", 1);
+    Communicator* communicator = nullptr;
+    const std::string first = Communicator::acquire({0, 1}, &communicator).message;
+    // Another meeting would be at another place, and say so.
+    setenv("TOKENWEAVE_BOOTSTRAP", (address + "-again").c_str(), 1);
+    const std::string second = Communicator::acquire({0, 1}, &communicator).message;
+    return first + (second == first && communicator == nullptr ? "" : " THEN " + second);
+  });
+  EXPECT_EQ(texts[0].find("bootstrap at " + address + ": missing rank 1: "), 0u) << texts[0];
+  EXPECT_EQ(texts[0].find("THEN"), std::string::npos) << texts[0];
+}
+
+TEST(Communicator, QueuesTheSumsOfThreadsOneByOne) {
+  const auto texts = run_processes(1, [](int) {
+    meet("", nullptr, {9});
+    run_threads(2, [](int) {
+      Communicator* communicator = nullptr;
+      bool ok = Communicator::acquire({9}, &communicator).ok();
+      for (int i = 0; ok && i < 200; ++i) ok = communicator->all_reduce(nullptr, nullptr, 1, TW_HALF, nullptr).ok();
+    });
+    return std::to_string(nccl().calls.size()) + " calls, " + std::to_string(nccl().at_once) + " at once";
+  });
+  EXPECT_EQ(texts[0], "401 calls, 0 at once");
 }
 
 TEST(LoadNccl, NamesWhatItTried) {

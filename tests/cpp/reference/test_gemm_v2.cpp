@@ -1,9 +1,23 @@
 // TensorRT-LLM's Gemm, and which creators the library offers.
 #include <dlfcn.h>
 
+#include <cstdlib>
+#include <new>
+#include <utility>
+
 #include "../trt/fake_cublaslt.h"
 #include "../trt/fake_exprs.h"
 #include "v2_layers.h"
+
+static bool next_allocation_fails = false;
+
+// Not inlined: GCC would take the pairs for mismatched.
+[[gnu::noinline]] void* operator new(size_t bytes) {
+  void* const memory = std::exchange(next_allocation_fails, false) ? nullptr : std::malloc(bytes != 0 ? bytes : 1);
+  return memory != nullptr ? memory : throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace tokenweave::test {
 namespace {
@@ -122,6 +136,18 @@ TEST(Creators, AreLeftOutBesideTensorRtLlm) {
   getCreators(after);
   EXPECT_EQ(beside, 0);
   EXPECT_EQ(after, before);
+}
+
+TEST(Creators, AreNoneWithoutMemory) {
+  void* const tensorrt_llm = dlopen(TOKENWEAVE_FAKE_TENSORRT_LLM, RTLD_NOW);  // a long message is written
+  ASSERT_NE(tensorrt_llm, nullptr) << dlerror();
+  int32_t count = 7;
+  next_allocation_fails = true;
+  EXPECT_NO_THROW((void)getCreators(count));
+  EXPECT_FALSE(next_allocation_fails);
+  dlclose(tensorrt_llm);
+  EXPECT_EQ(count, 0);
+  EXPECT_EQ(trt::last_error().code, TW_OUT_OF_MEMORY);
 }
 
 }  // namespace

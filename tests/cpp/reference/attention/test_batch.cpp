@@ -130,12 +130,13 @@ TEST_F(ReachTest, OfBlocksIsThePrimaryPool) {
   EXPECT_NE(error(reach_).find("block 1 of sequence 1 has pages 26 (K) and 26 (V)"), std::string::npos);
 }
 
-Grid grid_of(const std::vector<int32_t>& context_lengths, int32_t longest, int32_t group, int32_t slots) {
+Grid grid_of(const std::vector<int32_t>& context_lengths, int32_t longest, int32_t group, int32_t slots,
+             bool any_lengths = false) {
   RowGroup rows;
   rows.rows = static_cast<int32_t>(context_lengths.size());
   rows.tokens = std::accumulate(context_lengths.begin(), context_lengths.end(), 0);
   rows.longest = longest;
-  return make_grid(rows, context_lengths.data(), group, slots);
+  return make_grid(rows, context_lengths.data(), group, slots, any_lengths);
 }
 
 TEST(Grid, HasATileForTheQueries) {
@@ -161,6 +162,98 @@ TEST(Grid, SplitsKeysWhereMostOfTheGpuWouldBeIdle) {
   EXPECT_EQ(cta_slots(132, 1), 264);
   EXPECT_EQ(cta_slots(132, 3), 88);
   EXPECT_EQ(cta_slots(2, 64), 1);
+}
+
+TEST(Grid, HoldsOtherLengthsOfTheSameSumWhereAsked) {
+  EXPECT_EQ(grid_of({512, 512}, 512, 8, 2).ctas, 64);
+  EXPECT_EQ(grid_of({504, 520}, 520, 8, 2).ctas, 65);
+  EXPECT_EQ(grid_of({512, 512}, 512, 8, 2, true).ctas, 66);
+  // Keys are shared out only where the tiles of all such lengths leave half of the slots.
+  EXPECT_TRUE(grid_of({512, 512}, 512, 8, 128).split);
+  EXPECT_FALSE(grid_of({512, 512}, 512, 8, 131, true).split);
+  const Grid split = grid_of({512, 512}, 512, 8, 132, true);
+  EXPECT_TRUE(split.split);
+  EXPECT_EQ(split.ctas, 132);
+  // A generation row has one token, in a graph as well.
+  EXPECT_EQ(make_grid({0, 40, 0, 40, 900}, nullptr, 8, 33, true).ctas, 40);
+}
+
+/// What make_schedule (schedule.cu) makes of the lengths that it finds, on the host.
+struct Cut {
+  int64_t ctas = 0;            ///< cta_starts[rows]
+  int64_t partial_tokens = 0;  ///< partial_starts[rows]
+  bool uneven = false;         ///< some rows have more chunks than others
+};
+
+Cut cut_of(const Grid& grid, const std::vector<int32_t>& tokens, const std::vector<int32_t>& lengths, int32_t group) {
+  const auto with = [&](int64_t chunk_tokens) {
+    Cut cut;
+    int64_t first = 0;
+    for (size_t row = 0; row < tokens.size(); ++row) {
+      const int64_t chunks = grid.split ? (lengths[row] + chunk_tokens - 1) / chunk_tokens : 1;
+      cut.ctas += (int64_t{tokens[row]} * group + grid.tile - 1) / grid.tile * chunks;
+      cut.partial_tokens += tokens[row] * chunks;
+      first = row == 0 ? chunks : first;
+      cut.uneven = cut.uneven || chunks != first;
+    }
+    return cut;
+  };
+  const int32_t longest = *std::max_element(lengths.begin(), lengths.end());
+  int64_t chunk = kSmallestChunk;
+  while (chunk < longest && with(chunk).ctas > grid.ctas) chunk += kSmallestChunk;
+  return with(chunk);
+}
+
+/// As many lengths of at least 1, of the same sum.
+std::vector<int32_t> others(const std::vector<int32_t>& lengths, std::mt19937* random) {
+  std::vector<int32_t> result = lengths;
+  for (size_t i = 0; i < result.size(); ++i) {
+    int32_t& from = result[(*random)() % result.size()];
+    const auto moved = static_cast<int32_t>((*random)() % static_cast<uint32_t>(from));
+    from -= moved;
+    result[(*random)() % result.size()] += moved;
+  }
+  return result;
+}
+
+TEST(Grid, AndItsMemoryHoldWhatReplaysFind) {
+  std::mt19937 random(2);
+  const auto below = [&random](int32_t end) { return static_cast<int32_t>(random() % static_cast<uint32_t>(end)); };
+  int32_t split = 0, uneven = 0, beyond = 0;
+  for (int32_t i = 0; i < 3000; ++i) {
+    const int32_t group = 1 + below(20), kv_heads = 1 + below(9), slots = cta_slots(1 + below(200), kv_heads);
+    std::vector<int32_t> tokens(static_cast<size_t>(1 + below(20)));
+    const int32_t most = 1 + below(i % 3 == 0 ? 3 : 300);
+    for (int32_t& count : tokens) count = 1 + below(most);
+    const int32_t sum = std::accumulate(tokens.begin(), tokens.end(), 0);
+    const Grid grid = grid_of(tokens, 4000, group, slots, true), exact = grid_of(tokens, 4000, group, slots);
+    const WorkspaceSizes sizes{sum, static_cast<int32_t>(tokens.size()), group * kv_heads, kv_heads, 64, slots};
+    Workspace workspace;
+    auto* const base = reinterpret_cast<uint8_t*>(uintptr_t{1} << 20);
+    const size_t bytes = lay_out(sizes, base, &workspace);
+    EXPECT_GE(reinterpret_cast<uint8_t*>(workspace.generation.q_starts) -
+                  reinterpret_cast<uint8_t*>(workspace.context.cta_valid),
+              grid.ctas);
+    for (int32_t replay = 0; replay < 4; ++replay) {
+      if (replay > 0) tokens = others(tokens, &random);
+      std::vector<int32_t> lengths = tokens;
+      for (int32_t& length : lengths) length += below(below(3) == 0 ? 20000 : 200);
+      const Cut cut = cut_of(grid, tokens, lengths, group);
+      ASSERT_LE(cut.ctas, grid.ctas);
+      beyond += cut_of(exact, tokens, lengths, group).ctas > exact.ctas ? 1 : 0;
+      if (!grid.split) continue;
+      ++split;
+      uneven += cut.uneven ? 1 : 0;
+      const auto room = [&](const void* from, const void* to) {
+        return static_cast<const uint8_t*>(to) - static_cast<const uint8_t*>(from);
+      };
+      ASSERT_GE(room(workspace.partial_out, workspace.partial_lse), cut.partial_tokens * sizes.num_heads * 64 * 2);
+      ASSERT_GE(room(workspace.partial_lse, base + bytes), cut.partial_tokens * sizes.num_heads * 4);
+    }
+  }
+  EXPECT_GT(split, 1000);
+  EXPECT_GT(uneven, 500);
+  EXPECT_GT(beyond, 100);  // a grid for the first lengths alone does not do
 }
 
 /// Where the arrays of a schedule end must be where the next one may start.

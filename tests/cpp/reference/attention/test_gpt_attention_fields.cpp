@@ -48,7 +48,9 @@ INSTANTIATE_TEST_SUITE_P(Good, GptAttentionFields,
                                          CHANGE("LinearScaling", .flag("rotary_embedding_scale_type", 1), ""),
                                          CHANGE("NoPagedContextFmha", .flag("use_paged_context_fmha", 0), ""),
                                          CHANGE("AnyAccumulation", .flag("context_fmha_type", 2), ""),
-                                         CHANGE("OfAnotherRank", .set("tp_rank", 7), "")),
+                                         CHANGE("OfAnotherRank", .set("tp_rank", 7), ""),
+                                         CHANGE("EmptyGroup", .set("cp_group", std::vector<int32_t>{}), ""),
+                                         CHANGE("NoGroup", .remove("cp_group"), "")),
                          testing::PrintToStringParamName());
 
 INSTANTIATE_TEST_SUITE_P(
@@ -97,6 +99,13 @@ INSTANTIATE_TEST_SUITE_P(
         CHANGE("WrongType", .set("skip_attn", 0), "field 'skip_attn' has type INT32, expected INT8"),
         CHANGE("Unknown", .set("attention_chunk_size", 0), "field 'attention_chunk_size' is unknown")),
     testing::PrintToStringParamName());
+
+TEST(GptAttention, ComesBackFromAnEngineWithAnEmptyGroup) {
+  const PluginV2Ptr built = create("GPTAttention", gpt_attention_fields().set("cp_group", std::vector<int32_t>{}));
+  ASSERT_NE(built, nullptr);
+  configure(built, AttentionStep({{0, 8, 0}}).descs);
+  EXPECT_NE(load("GPTAttention", store(built)), nullptr) << trt::last_error().message;
+}
 
 TEST(GptAttention, HasTheFieldsOfOurNetworksInOrder) {
   const auto& names = *creator("GPTAttention").getFieldNames();

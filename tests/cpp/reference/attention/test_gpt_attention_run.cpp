@@ -142,6 +142,24 @@ TEST_F(GptAttentionRun, RefusesAnotherWidthTypeOrRank) {
               "host_max_attention_window_sizes has shape [2], expected an entry of layer 2");
 }
 
+TEST_F(GptAttentionRun, RefusesBlockTablesThatFlashInferCannotNumber) {
+  reference::GptAttentionFields fields;
+  fields.heads = {kHeads, kKvHeads, kHeadSize};
+  fields.dtype = DataType::kBF16;
+  fields.rotary_dims = kHeadSize;
+  fields.tokens_per_block = kTokensPerBlock;
+  const reference::InputList list(fields);
+  AttentionStep step({{1, 5, 9}, {1, 5, 9}});
+  const auto error_of = [&](int64_t blocks) {
+    step.desc(Input::kKvCacheBlockOffsets).dims.d[3] = step.desc(Input::kHostKvCacheBlockOffsets).dims.d[3] = blocks;
+    return check_shapes(reference::Inputs(list, step.descs.data(), step.inputs.data()), fields).message;
+  };
+  constexpr int64_t kTooMany = (int64_t{1} << 32) / (2 * 2 * kTokensPerBlock);
+  EXPECT_EQ(error_of(kTooMany - 1), "");
+  EXPECT_EQ(error_of(kTooMany).find("kv_cache_block_offsets has room for 4294967296 tokens (2 sequences, 2, 33554432 "),
+            0u);
+}
+
 TEST_F(GptAttentionRun, RefusesWhatTheHostArraysSay) {
   EXPECT_SAYS(refused([](AttentionStep& s) { s.types[0] = 1; }), "host_request_types: context sequence 1 comes after");
   EXPECT_SAYS(refused([](AttentionStep& s) { s.contexts[1] = 9; }), "qkv has 49 rows, the sequences have 50 tokens");
@@ -180,6 +198,14 @@ TEST_F(GptAttentionRun, TakesLengthsThatAreRoundedUpWhileCapturing) {
   gpu().capturing = true;
   ASSERT_EQ(layer_.run(step), "");
   EXPECT_TRUE(asked_call()->generation_grid.split);
+}
+
+TEST_F(GptAttentionRun, IsCapturedForOtherContextLengths) {
+  AttentionStep step({{0, 2048, 0}, {0, 2048, 0}});  // 128 tiles each; 2040 and 2056, as a replay may find, are 257
+  gpu().capturing = true;
+  ASSERT_EQ(layer_.run(step), "");
+  EXPECT_FALSE(asked_call()->context_grid.split);
+  EXPECT_EQ(asked_call()->context_grid.ctas, 2 * 128 + 2);
 }
 
 TEST_F(GptAttentionRun, SaysWhichCudaCallFailed) {
