@@ -150,9 +150,12 @@ def _attention(fields: Fields, inputs: Sequence[TensorDesc]) -> list[TensorDesc]
 
 
 def _batch_split(_fields: Fields, inputs: Sequence[TensorDesc]) -> list[TensorDesc]:
-    """Inputs: prefix_ref, host_request_types, host_context_lengths, then the four device tensors of the batch."""
-    _need(len(inputs) == 7, f"has {len(inputs)} inputs, expected 7")
-    device: list[tuple[DataType, Shape]] = [(d.dtype, d.shape) for d in inputs[3:]]
+    """Inputs: prefix_ref, num_tokens_ref, host_request_types, host_context_lengths, sequence_length, context_lengths.
+
+    Outputs: the last two, for the prefix, then for the suffix.
+    """
+    _need(len(inputs) == 6, f"has {len(inputs)} inputs, expected 6")
+    device: list[tuple[DataType, Shape]] = [(d.dtype, d.shape) for d in inputs[4:]]
     _need(all(dtype is DataType.INT32 for dtype, _ in device), "batch tensors must be INT32")
     return [TensorDesc(dtype, shape) for dtype, shape in device * 2]
 
@@ -234,5 +237,13 @@ SPECS: tuple[PluginSpec, ...] = (
         outputs=_gemm,
         token_inputs=lambda _fields, _count: frozenset({0}),
     ),
-    PluginSpec(BATCH_SPLIT, VERSION, NAMESPACE, v2=False, fields=(), outputs=_batch_split),
+    PluginSpec(
+        BATCH_SPLIT,
+        VERSION,
+        NAMESPACE,
+        v2=False,
+        # Of a step that the network is woven for: the halves have no rows for more.
+        fields=(_int32("max_num_tokens", 1),),
+        outputs=_batch_split,
+    ),
 )

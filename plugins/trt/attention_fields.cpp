@@ -78,7 +78,7 @@ Status AttentionFields::check(TensorRTPhase phase) {
     return read_bounds(&read);
   }
   const Status status = PackedFields::read(inner_fields, &inner);
-  if (!status.ok()) return bad("field 'inner': " + status.message);
+  if (!status.ok()) return bad("field 'inner': " + status.message + ". Fix: weave the network again");
   layer_idx = std::max(-1, inner.int32("layer_idx", -1));
   return {};
 }

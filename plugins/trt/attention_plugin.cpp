@@ -31,6 +31,17 @@ PluginTensorDesc largest(const DynamicPluginTensorDesc& given) {
   return desc;
 }
 
+/// For a V2 plugin that is initialized, which is told of dimensions that a step can have, not of -1: the profile's
+/// optimum, or its bound where TensorRT knows no optimum.
+DynamicPluginTensorDesc typical(const DynamicPluginTensorDesc& given) {
+  DynamicPluginTensorDesc desc = given;
+  const Dims &opt = given.opt, &max = given.max;
+  const bool known = opt.nbDims == max.nbDims && std::equal(opt.d, opt.d + opt.nbDims, max.d,
+                                                            [](int64_t a, int64_t b) { return 0 <= a && a <= b; });
+  desc.desc.dims = known ? opt : max;
+  return desc;
+}
+
 }  // namespace
 
 AttentionPlugin::AttentionPlugin(Fields fields, TensorRTPhase phase)
@@ -120,7 +131,10 @@ int32_t AttentionPlugin::configurePlugin(const DynamicPluginTensorDesc* inputs, 
     TW_RETURN_IF_ERROR(fields_.widen(inputs, outputs[0]));
     // What it prepares here, such as kernels compiled for these bounds, is part of its bytes.
     TW_RETURN_IF_ERROR(inner_.initialize());
-    inner_->configurePlugin(inputs, num_inputs, outputs, num_outputs);
+    std::vector<DynamicPluginTensorDesc> in(static_cast<size_t>(num_inputs));
+    std::transform(inputs, inputs + num_inputs, in.begin(), typical);
+    const DynamicPluginTensorDesc out = typical(outputs[0]);
+    inner_->configurePlugin(in.data(), num_inputs, &out, num_outputs);
     fields_.inner_bytes = inner_.serialized();
     return {};
   });
@@ -237,8 +251,11 @@ void AttentionPlugin::narrow(const PluginTensorDesc* descs, const void* const* i
     switch (static_cast<AttentionRole>(fields_.roles[i])) {
       case AttentionRole::kSequenceLength:
       case AttentionRole::kContextLengths:
+        desc.dims.d[0] = half.count;
+        break;
       case AttentionRole::kCacheIndirection:
         desc.dims.d[0] = half.count;
+        input = static_cast<const int32_t*>(input) + half.first * desc.dims.d[1] * desc.dims.d[2];
         break;
       case AttentionRole::kHostRequestTypes:
         desc.dims.d[0] = half.count;
@@ -252,6 +269,7 @@ void AttentionPlugin::narrow(const PluginTensorDesc* descs, const void* const* i
         desc.dims.d[0] = half.count;
         input = scratch_.past_key_value_lengths.data();
         break;
+      case AttentionRole::kKvCacheBlockOffsets:
       case AttentionRole::kHostKvCacheBlockOffsets:
         // [pools, sequences, 2, blocks]: the table of the half starts at its first sequence.
         input = static_cast<const int32_t*>(input) + half.first * desc.dims.d[2] * desc.dims.d[3];

@@ -8,12 +8,13 @@
 namespace tokenweave::trt {
 
 /// Inputs:  those of the inner plugin in its order; field `roles` says what they are. qkv [m, width] has the half's
-///          rows; the device tensors of the batch are TokenWeaveBatchSplit's, the host arrays the whole step's.
+///          rows; sequence_length and context_lengths are TokenWeaveBatchSplit's, all others the whole step's.
 /// Outputs: [m, num_heads * head_size].
 ///
 /// The inner plugin sees the half as a step of its own: per-sequence tensors of the half's sequences, lengths that end
-/// at the cut. Block tables keep the step's sequences in their dimensions, because they are the strides of the pools:
-/// the half's rows come first, and dimension 0 of context_lengths says how many.
+/// at the cut. Tensors with a row per sequence start at the half's first. Block tables keep the step's sequences in
+/// their dimensions, because they are the strides of the pools: dimension 0 of context_lengths says how many are the
+/// half's.
 class AttentionPlugin final : public PluginWithFields<AttentionPlugin, AttentionFields> {
  public:
   static constexpr const char* kName = "TokenWeaveAttention";

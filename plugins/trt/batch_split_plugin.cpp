@@ -7,39 +7,26 @@
 namespace tokenweave::trt {
 
 using nvinfer1::DataType;
-using nvinfer1::Dims;
 using nvinfer1::DimsExprs;
 using nvinfer1::DynamicPluginTensorDesc;
 using nvinfer1::PluginTensorDesc;
 
 namespace {
 
-constexpr int32_t kPrefixRef = 0, kHostRequestTypes = 1, kHostContextLengths = 2, kNumInputs = 7;
-/// The device tensors, which are inputs from kDevice on, and outputs once for each half.
-constexpr int32_t kDevice = 3, kNumDevice = 4;
-constexpr int32_t kSequenceLength = 0, kContextLengths = 1, kBlockOffsets = 2, kCacheIndirection = 3;
+constexpr int32_t kPrefixRef = 0, kNumTokensRef = 1, kHostRequestTypes = 2, kHostContextLengths = 3,
+                  kSequenceLength = 4, kContextLengths = 5, kNumInputs = 6, kNumOutputs = 4;
 
 Status bad(const std::string& what) { return error(TW_INVALID_ARGUMENT, what); }
 
 Status check_counts(int32_t inputs, int32_t outputs) {
-  if (inputs == kNumInputs && outputs == 2 * kNumDevice) return {};
-  return bad("has " + std::to_string(inputs) + " inputs and " + std::to_string(outputs) + " outputs, expected 7 and 8");
-}
-
-Status check_ranks(const DimsExprs* inputs) {
-  static constexpr int32_t ranks[] = {1, 1, 1, 1, 4, 3};  // of all inputs but the reference
-  for (int32_t i = 0; i < kNumInputs - 1; ++i) {
-    if (inputs[i + 1].nbDims == ranks[i]) continue;
-    return bad("input " + std::to_string(i + 1) + " has " + std::to_string(inputs[i + 1].nbDims) +
-               " dimensions, expected " + std::to_string(ranks[i]));
-  }
-  return {};
+  if (inputs == kNumInputs && outputs == kNumOutputs) return {};
+  return bad("has " + std::to_string(inputs) + " inputs and " + std::to_string(outputs) + " outputs, expected 6 and 4");
 }
 
 Status check_batch(const PluginTensorDesc* descs) {
   const int64_t sequences = descs[kHostRequestTypes].dims.d[0];
   for (int32_t i = kHostContextLengths; i < kNumInputs; ++i) {
-    const int64_t given = descs[i].dims.d[i == kDevice + kBlockOffsets ? 1 : 0];
+    const int64_t given = descs[i].dims.d[0];
     if (given == sequences) continue;
     return bad("input " + std::to_string(i) + " has " + std::to_string(given) + " sequences, host_request_types " +
                std::to_string(sequences) + " (beam width 1 is needed)");
@@ -47,26 +34,25 @@ Status check_batch(const PluginTensorDesc* descs) {
   return {};
 }
 
-int64_t product(const Dims& dims, int32_t from) {
-  int64_t result = 1;
-  for (int32_t i = from; i < dims.nbDims; ++i) result *= dims.d[i];
-  return result;
-}
-
-/// Copies a half's rows of a tensor [outer..., sequences, words...], `axis` being that of the sequences.
-Status copy_rows(const Dims& dims, int32_t axis, const HalfSequences& half, const void* from, void* to,
-                 cudaStream_t stream) {
-  const size_t row = static_cast<size_t>(product(dims, axis + 1)) * sizeof(int32_t);
-  const size_t pitch = row * static_cast<size_t>(dims.d[axis]), width = row * static_cast<size_t>(half.count);
-  const size_t outer = axis == 0 ? 1 : static_cast<size_t>(dims.d[0]);
-  if (width == 0 || outer == 0) return {};
-  const auto* const first = static_cast<const uint8_t*>(from) + row * static_cast<size_t>(half.first);
-  // Where nothing is skipped between rows, as rows of their own: a pitch has to stay below 2^31 bytes.
-  const bool whole = outer == 1;
-  return cuda_status(
-      cudaMemcpy2DAsync(to, whole ? row : pitch, first, whole ? row : pitch, whole ? row : width,
-                        whole ? static_cast<size_t>(half.count) : outer, cudaMemcpyDeviceToDevice, stream),
-      "cudaMemcpy2DAsync");
+/// Cuts the step of these inputs at the one place where the halves' attention cuts it, too.
+Status cut_step(const PluginTensorDesc* descs, const void* const* inputs, int64_t max_num_tokens, BatchCut* cut) {
+  TW_RETURN_IF_ERROR(check_batch(descs));
+  const Batch batch{static_cast<const int32_t*>(inputs[kHostRequestTypes]),
+                    static_cast<const int32_t*>(inputs[kHostContextLengths]), descs[kHostRequestTypes].dims.d[0]};
+  TW_RETURN_IF_ERROR(cut_batch(batch, descs[kPrefixRef].dims.d[0], cut));
+  const int64_t counted = cut->prefix.rows + cut->suffix.rows, tokens = descs[kNumTokensRef].dims.d[0];
+  const auto refuse = [tokens](const std::string& why) {
+    return bad("the step has " + std::to_string(tokens) + " tokens, " + why);
+  };
+  if (counted != tokens) {
+    return refuse("host_request_types and host_context_lengths count " + std::to_string(counted) +
+                  ". Fix: give both for the tokens of input_ids");
+  }
+  if (tokens > max_num_tokens) {
+    return refuse("the network was woven for " + std::to_string(max_num_tokens) +
+                  ". Fix: weave with the max_num_tokens of the engine's profile");
+  }
+  return {};
 }
 
 }  // namespace
@@ -87,8 +73,11 @@ int32_t BatchSplitPlugin::getOutputShapes(const DimsExprs* inputs, int32_t num_i
                                           DimsExprs* outputs, int32_t num_outputs, nvinfer1::IExprBuilder&) noexcept {
   return run([&]() -> Status {
     TW_RETURN_IF_ERROR(check_counts(num_inputs, num_outputs));
-    TW_RETURN_IF_ERROR(check_ranks(inputs));
-    for (DimsExprs* half : {outputs, outputs + kNumDevice}) std::copy_n(inputs + kDevice, kNumDevice, half);
+    for (int32_t i = kHostRequestTypes; i < kNumInputs; ++i) {
+      if (inputs[i].nbDims == 1) continue;
+      return bad("input " + std::to_string(i) + " has " + std::to_string(inputs[i].nbDims) + " dimensions, expected 1");
+    }
+    for (DimsExprs* half : {outputs, outputs + 2}) std::copy_n(inputs + kSequenceLength, 2, half);
     return {};
   });
 }
@@ -98,7 +87,7 @@ bool BatchSplitPlugin::supportsFormatCombination(int32_t position, const Dynamic
   if (run([&] { return check_counts(num_inputs, num_outputs); }) != 0) return false;
   const PluginTensorDesc& desc = descs[position].desc;
   if (desc.format != nvinfer1::TensorFormat::kLINEAR) return false;
-  return position == kPrefixRef || desc.type == DataType::kINT32;  // only the shape of the reference is read
+  return position <= kNumTokensRef || desc.type == DataType::kINT32;  // only the shapes of the references are read
 }
 
 int32_t BatchSplitPlugin::configurePlugin(const DynamicPluginTensorDesc*, int32_t num_inputs,
@@ -111,26 +100,13 @@ int32_t BatchSplitPlugin::enqueue(const PluginTensorDesc* input_descs, const Plu
                                   cudaStream_t stream) noexcept {
   return run([&]() -> Status {
     if (inert()) return {};
-    TW_RETURN_IF_ERROR(check_batch(input_descs));
     BatchCut cut;
-    const Batch batch{static_cast<const int32_t*>(inputs[kHostRequestTypes]),
-                      static_cast<const int32_t*>(inputs[kHostContextLengths]),
-                      input_descs[kHostRequestTypes].dims.d[0]};
-    TW_RETURN_IF_ERROR(cut_batch(batch, input_descs[kPrefixRef].dims.d[0], &cut));
-
+    TW_RETURN_IF_ERROR(cut_step(input_descs, inputs, fields_.max_num_tokens, &cut));
     BatchSplitArgs lengths;
-    lengths.sequence_length = static_cast<const int32_t*>(inputs[kDevice + kSequenceLength]);
-    lengths.context_lengths = static_cast<const int32_t*>(inputs[kDevice + kContextLengths]);
-    const HalfSequences* const halves[] = {&cut.prefix.sequences, &cut.suffix.sequences};
-    for (int32_t i = 0; i < 2; ++i) {
-      void* const* const out = outputs + i * kNumDevice;
-      lengths.halves[i] = {*halves[i], static_cast<int32_t*>(out[kSequenceLength]),
-                           static_cast<int32_t*>(out[kContextLengths])};
-      for (const int32_t tensor : {kBlockOffsets, kCacheIndirection}) {
-        TW_RETURN_IF_ERROR(copy_rows(input_descs[kDevice + tensor].dims, tensor == kBlockOffsets ? 1 : 0, *halves[i],
-                                     inputs[kDevice + tensor], out[tensor], stream));
-      }
-    }
+    lengths.sequence_length = static_cast<const int32_t*>(inputs[kSequenceLength]);
+    lengths.context_lengths = static_cast<const int32_t*>(inputs[kContextLengths]);
+    lengths.halves[0] = {cut.prefix.sequences, static_cast<int32_t*>(outputs[0]), static_cast<int32_t*>(outputs[1])};
+    lengths.halves[1] = {cut.suffix.sequences, static_cast<int32_t*>(outputs[2]), static_cast<int32_t*>(outputs[3])};
     return cuda_status(launch_batch_split(lengths, stream), "launching batch_split");
   });
 }

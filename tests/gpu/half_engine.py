@@ -19,10 +19,10 @@ from trtllm_tokenweave.plugin_specs import ATTENTION, BATCH_SPLIT, NAMESPACE, VE
 from trtllm_tokenweave.recorder.packed_fields import pack_fields
 from trtllm_tokenweave.recorder.plugin import FieldValue
 from trtllm_tokenweave.recorder.trtllm_plugins import GPT_ATTENTION
-from trtllm_tokenweave.tensorrt_module import logger, tensorrt
+from trtllm_tokenweave.tensorrt_module import create_builder, logger, tensorrt
 
 #: Device tensors that TokenWeaveBatchSplit makes, in the order of its outputs.
-DEVICE = ("sequence_length", "context_lengths", "kv_cache_block_offsets", "cache_indirection")
+DEVICE = ("sequence_length", "context_lengths")
 _TYPES = {torch.float16: "HALF", torch.bfloat16: "BF16", torch.float32: "FLOAT", torch.int32: "INT32"}
 #: Roles of the tensors whose first dimension, or second (block tables), is the number of sequences.
 _SEQUENCES = {
@@ -35,18 +35,18 @@ _SEQUENCES = {
     AttentionRole.KV_CACHE_BLOCK_OFFSETS: 1,
     AttentionRole.HOST_KV_CACHE_BLOCK_OFFSETS: 1,
 }
-PREFIX_REF = "prefix_ref"
+PREFIX_REF, NUM_TOKENS_REF = "prefix_ref", "num_tokens_ref"
 
 
 class HalfEngine:
-    """The engine's inputs are those of the layer, with the half's rows of qkv, and a tensor of the prefix's rows."""
+    """The engine's inputs are the layer's, with the half's rows of qkv, and tensors of the prefix's and step's rows."""
 
     def __init__(self, model: AttentionModel, half: Half) -> None:
         plugin_library()
         register(Path(str(find_library("tokenweave_reference"))), (GPT_ATTENTION[0],), GPT_ATTENTION[2])
         self.model, self.half, trt = model, half, tensorrt()
         with building():
-            builder = trt.Builder(logger())
+            builder = create_builder()
             network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
             profile = builder.create_optimization_profile()
             output = self._layers(network, self._inputs(network, profile))
@@ -76,14 +76,18 @@ class HalfEngine:
             kind = getattr(trt.DataType, _TYPES.get(example.dtype, "INT64"))
             made[name] = _add_input(network, profile, (name, kind, shape), axis, bounds)
         kind = trt.DataType.INT32
-        made[PREFIX_REF] = _add_input(network, profile, (PREFIX_REF, kind, [1, 1]), 0, (0, MAX_TOKENS))
+        for name in (PREFIX_REF, NUM_TOKENS_REF):
+            made[name] = _add_input(network, profile, (name, kind, [1, 1]), 0, (0, MAX_TOKENS))
         return made
 
     def _layers(self, network: Any, inputs: dict[str, Any]) -> Any:
         """Both plugins; returns the half's output."""
         fields = self.model.fields
-        read = [inputs[name] for name in (PREFIX_REF, "host_request_types", "host_context_lengths", *DEVICE)]
-        split = seam.add_plugin(network, (BATCH_SPLIT, VERSION, NAMESPACE), "split", {}, read)
+        host = ("host_request_types", "host_context_lengths")
+        read = [inputs[name] for name in (PREFIX_REF, NUM_TOKENS_REF, *host, *DEVICE)]
+        split = seam.add_plugin(
+            network, (BATCH_SPLIT, VERSION, NAMESPACE), "split", {"max_num_tokens": MAX_TOKENS}, read
+        )
         given = dict(inputs)
         for i, name in enumerate(DEVICE):
             given[name] = split.get_output(i + int(self.half) * len(DEVICE))
@@ -104,7 +108,8 @@ class HalfEngine:
         rows = slice(prefix_rows) if self.half is Half.PREFIX else slice(prefix_rows, None)
         own = tensors | {"qkv": tensors["qkv"][rows]}
         bound = dict(zip(self.model.names, self.model.inputs(own), strict=True))
-        bound[PREFIX_REF] = torch.zeros((prefix_rows, 1), dtype=torch.int32, device="cuda")
+        for name, tokens in ((PREFIX_REF, prefix_rows), (NUM_TOKENS_REF, len(tensors["qkv"]))):
+            bound[name] = torch.zeros((tokens, 1), dtype=torch.int32, device="cuda")
         output = self.model.output(len(own["qkv"]))
         self._kept = []
         for name, tensor in [*bound.items(), ("output", output)]:

@@ -99,3 +99,15 @@ def test_a_step_that_cannot_be_served_fails_with_its_layer(layer: tuple[Attentio
     assert not engines[0].enqueue()
     message = "TokenWeaveAttention layer 1 prefix: sequence 0 is cut in two, and its 8 tokens do not fit the attention"
     assert message in plugin_library().last_error()
+
+
+def test_lengths_that_count_other_tokens_than_the_step_has_are_refused(
+    layer: tuple[AttentionModel, list[HalfEngine]],
+) -> None:
+    model, engines = layer
+    tensors = model.step([(70 + len(model.lengths), 8, True)])
+    engines[1].bind(tensors | {"host_context_lengths": np.full(1, 9, np.int32)}, 4)
+    torch.cuda.synchronize()
+    assert not engines[1].enqueue()
+    message = "TokenWeaveBatchSplit: the step has 8 tokens, host_request_types and host_context_lengths count 9"
+    assert message in plugin_library().last_error()

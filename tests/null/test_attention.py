@@ -237,7 +237,7 @@ def wrapper_fields(fields: dict[str, Any], half: Half) -> dict[str, Any]:
     }
 
 
-DEVICE = ("sequence_length", "context_lengths", "kv_cache_block_offsets", "cache_indirection")
+DEVICE = ("sequence_length", "context_lengths")
 
 
 class Halves:
@@ -245,9 +245,10 @@ class Halves:
 
     def __init__(self, model: Model, tensors: dict[str, Array], cut: int) -> None:
         self.model, self.tensors, self.cut = model, tensors, cut
-        inputs = [tensors["qkv"][:cut], tensors["host_request_types"], tensors["host_context_lengths"]]
-        split = attention.tokenweave_batch_split(model.context, {}, [*inputs, *(tensors[name] for name in DEVICE)])
-        self.metadata = {Half.PREFIX: split[:4], Half.SUFFIX: split[4:]}
+        read = ("qkv", "host_request_types", "host_context_lengths", *DEVICE)
+        inputs = [tensors["qkv"][:cut], *(tensors[name] for name in read)]
+        split = attention.tokenweave_batch_split(model.context, {"max_num_tokens": 64}, inputs)
+        self.metadata = {Half.PREFIX: split[:2], Half.SUFFIX: split[2:]}
 
     def run(self, half: Half) -> Array:
         given = self.tensors | dict(zip(DEVICE, self.metadata[half], strict=True))

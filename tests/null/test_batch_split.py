@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trtllm_tokenweave.batch_split import HalfBatch, split_batch
+from trtllm_tokenweave.comm import SingleComm
 from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.interpreter.attention import tokenweave_batch_split
+from trtllm_tokenweave.interpreter.registry import KernelContext
 
 
 def arrays(batch: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -87,3 +92,27 @@ def test_inconsistent_batches_are_refused(batch: list[tuple[int, int]], cut: int
 def test_arrays_of_different_length_are_refused() -> None:
     with pytest.raises(UserError, match="both must be"):
         split_batch(np.zeros(2, np.int32), np.ones(3, np.int32), 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "message"),
+    [
+        (16, 15, "layer split: the step has 16 tokens, the network was woven for 15"),
+        (15, 64, "layer split: the step has 15 tokens, host_request_types and host_context_lengths count 16"),
+        (17, 64, "layer split: the step has 17 tokens, host_request_types and host_context_lengths count 16"),
+    ],
+)
+def test_the_plugin_refuses_a_step_that_its_halves_would_cut_elsewhere(tokens: int, most: int, message: str) -> None:
+    types, contexts, lengths = (np.array(x, np.int32) for x in ([0, 0, 1, 1], [10, 4, 6, 9], [13, 4, 8, 13]))
+
+    def run(tokens: int, most: int) -> list[np.ndarray[Any, Any]]:
+        references: list[np.ndarray[Any, Any]] = [np.zeros((12, 1)), np.zeros((tokens, 1))]
+        given = [*references, types, contexts, lengths, contexts]
+        return tokenweave_batch_split(KernelContext(comm=SingleComm(), layer="split"), {"max_num_tokens": most}, given)
+
+    prefix_lengths, _, _, suffix_contexts = run(16, 16)
+    assert prefix_lengths[:2].tolist() == [13, 2]
+    assert suffix_contexts[:3].tolist() == [2, 6, 9]
+    with pytest.raises(UserError) as caught:
+        run(tokens, most)
+    assert str(caught.value).startswith(message)

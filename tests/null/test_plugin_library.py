@@ -35,6 +35,7 @@ EXPORTS = {
     "twPluginGetCounters",
     "twPluginLastError",
     "twPluginResetCounters",
+    "twPluginOverrideLaunch",
     "twPluginTensorMemory",
     "twVersion",
 }

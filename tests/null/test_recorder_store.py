@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import trtllm_tokenweave.recorder as trt
+from trtllm_tokenweave.plugin_specs import BATCH_SPLIT, NAMESPACE, VERSION
 from trtllm_tokenweave.recorder import NetworkError, RecordedNetwork, TensorDesc
 from trtllm_tokenweave.recorder.plugin import PluginKey, PluginRegistry, PluginSpec
 from trtllm_tokenweave.recorder.store import load, save
@@ -160,6 +161,35 @@ def test_a_plugin_that_nobody_knows_is_opaque(tmp_path: Path) -> None:
         assert layer.plugin.fields["blob"] == b"\x00\xff"
         assert np.array_equal(np.asarray(layer.plugin.fields["sizes"]), [1, 2])
         assert layer.plugin.fields["eps"] == 0.5
+
+
+def _without_its_field(split: dict[str, Any]) -> None:
+    del split["plugin"]["fields"]["max_num_tokens"]
+
+
+def _with_its_former_inputs(split: dict[str, Any]) -> None:
+    split["inputs"].append(split["inputs"][-1])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_without_its_field, "field 'max_num_tokens' is missing"),
+        (_with_its_former_inputs, "has 7 inputs, expected 6"),
+    ],
+)
+def test_a_batch_split_as_another_release_wove_it_is_refused(tmp_path: Path, edit: Any, message: str) -> None:
+    net = RecordedNetwork()
+    inputs = [net.add_input(f"x{i}", trt.int32, (-1,)) for i in range(6)]
+    key = (BATCH_SPLIT, VERSION, NAMESPACE)
+    for tensor in add_plugin(net, key, "split", {"max_num_tokens": 64}, inputs).outputs:
+        net.mark_output(tensor)
+    path = tmp_path / "net.json"
+    save(net, path)
+    assert len(load(path).get_layer(0).outputs) == 4
+    change(path, lambda document: edit(_first(document, "PLUGIN_V3")))
+    with pytest.raises(NetworkError, match=message):
+        load(path)
 
 
 def change(path: Path, edit: Any) -> None:

@@ -6,18 +6,23 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from support.models import tiny
 from support.stack import Stack, options, run
 
 import trtllm_tokenweave.recorder as trt
 from trtllm_tokenweave.errors import TokenWeaveError
-from trtllm_tokenweave.passes import Baseline, names, verify, weave
-from trtllm_tokenweave.plugin_specs import Half
+from trtllm_tokenweave.llama import NetworkOptions, build_llama
+from trtllm_tokenweave.mapping import Mapping
+from trtllm_tokenweave.passes import Baseline, WeaveOptions, names, verify, weave
+from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, ATTENTION, BATCH_SPLIT, AttentionRole, Half
 from trtllm_tokenweave.recorder import rules as recorder_rules
 from trtllm_tokenweave.recorder import tensor as recorder_tensor
 from trtllm_tokenweave.table import prefix
+from trtllm_tokenweave.waves import default_table
 
 LAYERS = 2
 SEEDS = range(24)
+MODEL_TOKENS = 32768
 Damage = Callable[[trt.RecordedNetwork], None]
 
 
@@ -153,6 +158,71 @@ def test_the_checker_sees(damage: Damage, problem: str) -> None:
     network = woven(0)
     damage(network)
     assert any(problem in found for found in verify(network)), verify(network)
+
+
+def plugins(network: trt.RecordedNetwork, name: str) -> list[trt.IPluginV3Layer]:
+    found = [x for x in network.layers if isinstance(x, trt.IPluginV3Layer)]
+    return [x for x in found if x.plugin.plugin_type == name]
+
+
+def woven_model() -> trt.RecordedNetwork:
+    network, config, mapping = trt.RecordedNetwork(), tiny(), Mapping(2, 0, 2)
+    table = default_table(config, 2)
+    build_llama(network, config, mapping, None, NetworkOptions(max_num_tokens=MODEL_TOKENS, max_seq_len=128))
+    assert weave(network, WeaveOptions(mapping, table, 8, MODEL_TOKENS)).mode == "weave"
+    return network
+
+
+def role_input(wrapper: trt.IPluginV3Layer, role: AttentionRole) -> int:
+    return int(np.flatnonzero(np.asarray(wrapper.plugin.fields["roles"]) == role)[0])
+
+
+def lengths_of_the_step(network: trt.RecordedNetwork) -> None:
+    wrapper, split = plugins(network, ATTENTION)[0], plugins(network, BATCH_SPLIT)[0]
+    wrapper.set_input(role_input(wrapper, AttentionRole.CONTEXT_LENGTHS), split.inputs[5])  # type: ignore[arg-type]
+
+
+def lengths_of_the_other_half(network: trt.RecordedNetwork) -> None:
+    split = plugins(network, BATCH_SPLIT)[0]
+    for wrapper in plugins(network, ATTENTION):
+        for index, role in enumerate((AttentionRole.SEQUENCE_LENGTH, AttentionRole.CONTEXT_LENGTHS)):
+            other = 2 * (1 - int(wrapper.plugin.fields["half"])) + index
+            wrapper.set_input(role_input(wrapper, role), split.outputs[other])
+
+
+def host_lengths_of_another_batch(network: trt.RecordedNetwork) -> None:
+    other = network.add_input("host_other_lengths", trt.int32, (-1,))
+    for wrapper in plugins(network, ATTENTION):
+        wrapper.set_input(role_input(wrapper, AttentionRole.HOST_CONTEXT_LENGTHS), other)
+
+
+def other_token_reference(network: trt.RecordedNetwork) -> None:
+    split = plugins(network, BATCH_SPLIT)[0]
+    split.set_input(1, split.inputs[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lengths_of_the_step, "does not take its half's lengths from a batch split"),
+        (lengths_of_the_other_half, "does not take its half's lengths from a batch split"),
+        (host_lengths_of_another_batch, "reads other host lengths than tokenweave/batch_split"),
+        (other_token_reference, "has another reference for the step's tokens than the collectives"),
+    ],
+)
+def test_the_halves_attention_cuts_where_the_batch_split_does(damage: Damage, problem: str) -> None:
+    network = woven_model()
+    assert verify(network) == []
+    damage(network)
+    assert any(problem in found for found in verify(network)), verify(network)
+
+
+def test_the_batch_split_knows_the_step_as_the_collectives_do() -> None:
+    network = woven_model()
+    (split,) = plugins(network, BATCH_SPLIT)
+    assert split.inputs[1] is plugins(network, ALL_REDUCE_RMS_NORM)[0].inputs[-3]
+    assert split.num_outputs == 4
+    assert int(split.plugin.fields["max_num_tokens"]) == MODEL_TOKENS
 
 
 def test_changes_against_the_baseline() -> None:

@@ -26,7 +26,7 @@ from trtllm_tokenweave.recorder.plugin import Fields
 
 Array = NDArray[Any]
 
-#: Rows of the halves' metadata that no sequence owns hold this; it is no valid length, page or index.
+#: Rows of the halves' lengths that no sequence owns hold this; it is no valid length.
 UNDEFINED = -(1 << 30)
 
 
@@ -121,8 +121,9 @@ def _roles(fields: Fields) -> list[AttentionRole]:
 def tokenweave_attention(ctx: KernelContext, fields: Fields, inputs: list[Array]) -> list[Array]:
     """Run the inner attention plugin on one half of the step: [m, num_heads * head_size].
 
-    Host arrays are the whole step's; they are cut here. Device arrays are the half's, padded to the step's B rows
-    by TokenWeaveBatchSplit; they are trimmed here. An empty half does not call the inner plugin.
+    Of the device arrays ``sequence_length`` and ``context_lengths`` are the half's, padded to the step's B rows by
+    TokenWeaveBatchSplit; they are trimmed here. All others are the whole step's; they are cut here. An empty half does
+    not call the inner plugin.
 
     Raises:
         UserError: the half has more tokens than the step, or the inner plugin's error.
@@ -156,8 +157,8 @@ _TRIM: dict[AttentionRole, _Trim] = {
     AttentionRole.QKV: lambda _, x, __: x,
     AttentionRole.SEQUENCE_LENGTH: lambda half, x, _: x[: half.count],
     AttentionRole.CONTEXT_LENGTHS: lambda half, x, _: x[: half.count],
-    AttentionRole.CACHE_INDIRECTION: lambda half, x, _: x[: half.count],
-    AttentionRole.KV_CACHE_BLOCK_OFFSETS: lambda half, x, _: x[:, : half.count],
+    AttentionRole.CACHE_INDIRECTION: lambda half, x, _: x[half.sequences],
+    AttentionRole.KV_CACHE_BLOCK_OFFSETS: lambda half, x, _: x[:, half.sequences],
     AttentionRole.HOST_PAST_KEY_VALUE_LENGTHS: lambda half, x, _: half.shortened(x),
     AttentionRole.HOST_REQUEST_TYPES: lambda half, _, __: half.request_types,
     AttentionRole.HOST_CONTEXT_LENGTHS: lambda half, _, __: half.context_lengths,
@@ -170,27 +171,40 @@ _TRIM: dict[AttentionRole, _Trim] = {
 
 @kernel(BATCH_SPLIT, VERSION, NAMESPACE)
 def tokenweave_batch_split(ctx: KernelContext, fields: Fields, inputs: list[Array]) -> list[Array]:
-    """Make the device metadata of both halves: sequence_length, context_lengths, block offsets, cache_indirection.
+    """Make the device's lengths of both halves: sequence_length and context_lengths of the prefix, then of the suffix.
 
     Each output has its input's shape; the half's rows come first, the rest is undefined.
+
+    Raises:
+        UserError: for an inconsistent batch, one that has other tokens than the step, or more than the network was
+            woven for: the halves' attention, which cuts by the rows it gets, would cut the batch at another place.
     """
-    del ctx, fields
-    prefix_ref, types, host_contexts, lengths, contexts, offsets, indirection = inputs
+    where = f"layer {ctx.layer}" if ctx.layer else BATCH_SPLIT
+    prefix_ref, num_tokens_ref, types, host_contexts, lengths, contexts = inputs
+    halves = split_batch(types, host_contexts, len(prefix_ref))
+    counted = sum(half.rows for half in halves)
+    if counted != len(num_tokens_ref):
+        raise UserError(
+            f"the step has {len(num_tokens_ref)} tokens, host_request_types and host_context_lengths count {counted}",
+            where=where,
+            fix="give both for the tokens of input_ids",
+        )
+    if counted > (most := int(fields["max_num_tokens"])):
+        raise UserError(
+            f"the step has {counted} tokens, the network was woven for {most}",
+            where=where,
+            fix="weave with the max_num_tokens of the engine's profile",
+        )
     outputs: list[Array] = []
-    for half in split_batch(types, host_contexts, len(prefix_ref)):
+    for half in halves:
         # Cut lengths are differences, so that the device's own values stay what they are.
         cut = half.context_lengths - host_contexts[half.sequences]
-        outputs += [
-            _padded(half.shortened(lengths), lengths, 0),
-            _padded(contexts[half.sequences] + cut, contexts, 0),
-            _padded(offsets[:, half.sequences], offsets, 1),
-            _padded(indirection[half.sequences], indirection, 0),
-        ]
+        outputs += [_padded(half.shortened(lengths), lengths), _padded(contexts[half.sequences] + cut, contexts)]
     return outputs
 
 
-def _padded(rows: Array, like: Array, axis: int) -> Array:
-    """Put ``rows`` first along ``axis`` of an array shaped as ``like``."""
+def _padded(rows: Array, like: Array) -> Array:
+    """Put ``rows`` first in an array shaped as ``like``."""
     out = np.full_like(like, UNDEFINED)
-    out[(slice(None),) * axis + (slice(rows.shape[axis]),)] = rows
+    out[: len(rows)] = rows
     return out

@@ -5,7 +5,7 @@ A TensorRT GEMM takes every SM, so one whose grid is a full wave needs two waves
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trtllm_tokenweave import recorder, trt
@@ -32,7 +32,8 @@ def gemm(network: Any, plan: WeavePlan) -> None:
     graph = Graph(network)
     table = plan.options.table.pack()
     references = [graph.named[names.start(0, Half.PREFIX)].inputs[at] for at in (-3, -2)]
-    for node, kind in _beside(graph, plan):
+    kinds = [site.kind for site in plan.sites]
+    for node, site in _computing(graph, plan):
         transposed = _transposed(graph, node)
         if transposed is None:
             continue
@@ -40,27 +41,38 @@ def gemm(network: Any, plan: WeavePlan) -> None:
         fields: dict[str, FieldValue] = {
             "type_id": recorder.DataType[graph.dtype(x or "")].value,
             "transb": int(transposed),
-            "kind": int(kind),
+            "kind": int(beside(kinds, site, Half.PREFIX)),
             "table": table,
         }
-        inputs = [graph.tensors[name or ""] for name in (x, weight, *references)]
+        # The layer's own input, not the snapshot's: a product in front of it has been replaced by now.
+        inputs = [node.layer.get_input(0), *(graph.tensors[name or ""] for name in (weight, *references))]
         layer = trt.add_plugin(network, (GEMM, VERSION, NAMESPACE), names.gemm(node.name), fields, inputs)
         trt.redirect(network, graph, node.outputs[0], layer.get_output(0), frozenset({node.name}))
 
 
-def _beside(graph: Graph, plan: WeavePlan) -> list[tuple[Node, SiteKind]]:
-    """The region's layers that compute a site's input, each with the kind of the collective that runs beside it.
+def beside(kinds: Sequence[SiteKind], site: int, half: Half) -> SiteKind:
+    """Kind of the collective that runs while a half computes what ``site`` will reduce.
 
-    While one half computes what site i will reduce, the other half's collective is that of site i - 1; in front of
-    site 0 it is that of site 0 itself (see ``order.collective_order``).
+    In the order of ``order.collective_order`` that is the suffix half's of the site before for the prefix half, and
+    the prefix half's of the same site for the suffix half. Nothing runs beside the prefix half in front of site 0.
+
+    Args:
+        kinds: What precedes each site.
+        site: Its index.
+        half: PREFIX or SUFFIX.
     """
+    return kinds[max(site - 1, 0)] if half is Half.PREFIX else kinds[site]
+
+
+def _computing(graph: Graph, plan: WeavePlan) -> list[tuple[Node, int]]:
+    """The region's layers that compute a site's input, each with the site's index, in topological order."""
     assert plan.region is not None
     found = []
     done = frozenset({plan.region.entry})
     for site in range(len(plan.sites)):
         x = graph.named[names.start(site, Half.PREFIX)].inputs[0]
         nodes = graph.ancestors([x or ""], done) & graph.descendants(plan.region.entry)
-        found += [(node, plan.sites[max(site - 1, 0)].kind) for node in graph.ordered(nodes)]
+        found += [(node, site) for node in graph.ordered(nodes)]
         done |= frozenset(graph.named[names.join(site, Half.PREFIX)].outputs)
     return found
 

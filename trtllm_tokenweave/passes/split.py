@@ -11,6 +11,7 @@ from trtllm_tokenweave.attention_roles import attention_roles
 from trtllm_tokenweave.network import Graph, Node
 from trtllm_tokenweave.passes import names
 from trtllm_tokenweave.passes.clone import clone_layer
+from trtllm_tokenweave.passes.gemm import beside
 from trtllm_tokenweave.passes.join import thread_chain
 from trtllm_tokenweave.passes.lookup import SizeMath, half_sizes
 from trtllm_tokenweave.passes.order import serial_order
@@ -30,12 +31,7 @@ from trtllm_tokenweave.recorder.packed_fields import pack_fields
 from trtllm_tokenweave.recorder.plugin import FieldValue
 
 #: Device tensors of the batch that differ between the halves, in the order of TokenWeaveBatchSplit's inputs.
-_BATCH_ROLES = (
-    AttentionRole.SEQUENCE_LENGTH,
-    AttentionRole.CONTEXT_LENGTHS,
-    AttentionRole.KV_CACHE_BLOCK_OFFSETS,
-    AttentionRole.CACHE_INDIRECTION,
-)
+_BATCH_ROLES = (AttentionRole.SEQUENCE_LENGTH, AttentionRole.CONTEXT_LENGTHS)
 _HALVES = (Half.PREFIX, Half.SUFFIX)
 
 
@@ -56,6 +52,7 @@ class _Splitter:
         assert plan.region is not None
         self.network = network
         self.region = plan.region
+        self.kinds = [site.kind for site in plan.sites]
         self.graph = Graph(network)
         last = names.join(len(plan.sites) - 1, Half.PREFIX)
         self.last = next(n for n in self.graph.nodes if n.name == last)
@@ -78,7 +75,7 @@ class _Splitter:
         # Attention left whole waits for both halves: a gate at the entry would wait for itself.
         whole = self.region.attention == "whole"
         self.suffix = {self.region.entry: suffix_rows if whole else self._gate(names.gate(0), suffix_rows)}
-        self.prefix_rows = prefix_rows
+        self.prefix_rows, self.tokens_ref = prefix_rows, tokens_ref
         site = number = 0
         for node in self.nodes:
             if node.plugin_name == "GPTAttention":
@@ -90,7 +87,7 @@ class _Splitter:
                 continue
             if node.plugin_name == ALL_REDUCE_RMS_NORM:
                 site, number = site + 1, 0
-            self._clone(node)
+            self._clone(node, site)
         self._repoint(self.region.entry, prefix_rows)
         for name in self.last.outputs[:2]:
             outside = any(reader not in self.inside for reader, _ in graph.live_readers(name))
@@ -100,7 +97,8 @@ class _Splitter:
                 joined.name = names.concatenate(name)
                 trt.redirect(self.network, graph, name, joined.get_output(0), self.inside_names)
 
-    def _clone(self, node: Node) -> None:
+    def _clone(self, node: Node, site: int) -> None:
+        """Add the suffix half's copy of a layer; ``site`` is the next one that it comes before."""
         inputs = [None if n is None else self.suffix.get(n, self.graph.tensors[n]) for n in node.inputs]
         for position in self._references(node):
             inputs[position] = self.graph.tensors[node.inputs[position] or ""]
@@ -109,6 +107,8 @@ class _Splitter:
             fields = {"half": int(Half.SUFFIX)}
             of = names.start if node.plugin_name == ALL_REDUCE_RMS_NORM else names.join
             name = of(int(node.fields["site"]), Half.SUFFIX)
+        elif node.plugin_key == (GEMM, VERSION, NAMESPACE):
+            fields = {"kind": int(beside(self.kinds, site, Half.SUFFIX))}
         copy = clone_layer(self.network, node, inputs, name, fields)
         for index, output in enumerate(node.outputs):
             self.suffix[output] = copy.get_output(index)
@@ -212,8 +212,8 @@ class _Splitter:
                 self.network,
                 (BATCH_SPLIT, VERSION, NAMESPACE),
                 names.BATCH_SPLIT + suffix,
-                {},
-                [self.prefix_rows, *inputs],
+                {"max_num_tokens": self.region.lookup.max_num_tokens},
+                [self.prefix_rows, self.tokens_ref, *inputs],
             )
             count = len(_BATCH_ROLES)
             made = [layer.get_output(i) for i in range(2 * count)]

@@ -9,7 +9,15 @@ import numpy as np
 from trtllm_tokenweave.network import Graph, Node
 from trtllm_tokenweave.passes import names
 from trtllm_tokenweave.passes.rowwise import Rows, RowWise, is_chained
-from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, BATCH_SPLIT, STREAM_JOIN, Half
+from trtllm_tokenweave.plugin_specs import (
+    ALL_REDUCE_RMS_NORM,
+    BATCH_SPLIT,
+    GEMM,
+    NAMESPACE,
+    STREAM_JOIN,
+    VERSION,
+    Half,
+)
 
 #: Attributes of each kind of layer that twins have in common.
 _ATTRIBUTES: dict[str, tuple[str, ...]] = {
@@ -88,8 +96,13 @@ def _is_token_count(graph: Graph, name: str | None) -> bool:
     """Whether a size is dimension 0 of the reference that all collectives have for the step's tokens."""
     pick = graph.producer.get(name or "")
     shape = graph.producer.get((pick.inputs[0] if pick is not None and pick.kind == "GATHER" else None) or "")
+    return shape is not None and shape.kind == "SHAPE" and shape.inputs[0] == _token_reference(graph)
+
+
+def _token_reference(graph: Graph) -> str | None:
+    """The tensor that stands for the step's tokens in the collectives."""
     start = next(n for n in graph.nodes if n.plugin_name == ALL_REDUCE_RMS_NORM and n in graph.live)
-    return shape is not None and shape.kind == "SHAPE" and shape.inputs[0] == start.inputs[-3]
+    return start.inputs[-3]
 
 
 class _Twins:
@@ -138,6 +151,8 @@ class _Twins:
             if node.plugin_name == BATCH_SPLIT and node in self.graph.live:
                 if node.inputs[0] != self.graph.named[names.rows(Half.PREFIX)].outputs[0]:
                     self._fault(node, "does not read the prefix half's rows")
+                if node.inputs[1] != _token_reference(self.graph):
+                    self._fault(node, "has another reference for the step's tokens than the collectives")
                 half = len(node.outputs) // 2
                 self.twin.update(zip(node.outputs[:half], node.outputs[half:], strict=True))
 
@@ -197,4 +212,6 @@ def _halves(node: Node, other: Node) -> bool:
 
 
 def _fields(node: Node) -> dict[str, Any]:
-    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in node.fields.items() if k != "half"}
+    """Fields that twins have in common: not their half, nor which collective is beside a GEMM."""
+    own = ("half", "kind") if node.plugin_key == (GEMM, VERSION, NAMESPACE) else ("half",)
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in node.fields.items() if k not in own}

@@ -22,9 +22,11 @@ from trtllm_tokenweave.patterns import is_collective
 from trtllm_tokenweave.plugin_specs import (
     ALL_REDUCE_RMS_NORM,
     ATTENTION,
+    BATCH_SPLIT,
     NAMESPACE,
     STREAM_JOIN,
     VERSION,
+    AttentionRole,
     Half,
     SiteKind,
 )
@@ -284,6 +286,28 @@ def _prefix_attends_first(graph: Graph) -> list[str]:
     return problems
 
 
+def _attention_follows_its_batch_split(graph: Graph) -> list[str]:
+    """A half's attention takes the device's lengths from a batch split, and cuts the host's lengths that it read."""
+    problems = []
+    splits = _ours(graph, BATCH_SPLIT)
+    for node in _ours(graph, ATTENTION):
+        roles = [int(role) for role in np.ravel(np.asarray(node.fields["roles"]))]
+        device, host = (
+            [node.inputs[roles.index(role)] for role in pair]
+            for pair in (
+                (AttentionRole.SEQUENCE_LENGTH, AttentionRole.CONTEXT_LENGTHS),
+                (AttentionRole.HOST_REQUEST_TYPES, AttentionRole.HOST_CONTEXT_LENGTHS),
+            )
+        )
+        first = 2 * int(node.fields["half"])
+        split = next((s for s in splits if s.outputs[first : first + 2] == device), None)
+        if split is None:
+            problems.append(f"layer {node.name} does not take its half's lengths from a batch split")
+        elif split.inputs[2:4] != host:
+            problems.append(f"layer {node.name} reads other host lengths than {split.name}")
+    return problems
+
+
 def _host_tensors_reach_plugins_only(graph: Graph) -> list[str]:
     """host_* inputs are CPU addresses declared as device tensors: any layer that reads them would do so on the GPU."""
     return [
@@ -293,6 +317,12 @@ def _host_tensors_reach_plugins_only(graph: Graph) -> list[str]:
         for reader, _ in graph.live_readers(name)
         if reader.plugin_key is None and reader.kind != "SHAPE"
     ]
+
+
+def _nothing_of_ours_is_dead(graph: Graph) -> list[str]:
+    """What the pass adds is used: a layer that nobody reads stands for one that was left in its place."""
+    dead = (n for n in graph.nodes if n not in graph.live and n.plugin_key is not None and n.plugin_key[2] == NAMESPACE)
+    return [f"layer {n.name} is not used" for n in dead]
 
 
 def _sizes_are_small(graph: Graph) -> list[str]:
@@ -328,6 +358,8 @@ _CHECKS: tuple[Callable[[Graph], list[str]], ...] = (
     _alive_until_join,
     halves_match,
     _prefix_attends_first,
+    _attention_follows_its_batch_split,
     _host_tensors_reach_plugins_only,
     _sizes_are_small,
+    _nothing_of_ours_is_dead,
 )

@@ -65,11 +65,14 @@ std::vector<PluginTensorDesc> attention_descs(int64_t rows, int64_t sequences) {
 }
 
 std::vector<DynamicPluginTensorDesc> attention_bounds(int64_t rows, int64_t sequences) {
-  const std::vector<PluginTensorDesc> min = attention_descs(0, 1), max = attention_descs(rows, sequences);
+  const std::vector<PluginTensorDesc> min = attention_descs(0, 1), max = attention_descs(rows, sequences),
+                                      opt = attention_descs(rows / 2, sequences / 2);
   std::vector<DynamicPluginTensorDesc> bounds(max.size());
   for (size_t i = 0; i < max.size(); ++i) {
-    bounds[i] = {max[i], min[i].dims, max[i].dims, max[i].dims};
-    if (max[i].dims.d[0] != min[i].dims.d[0]) bounds[i].desc.dims.d[0] = -1;
+    bounds[i] = {max[i], min[i].dims, max[i].dims, opt[i].dims};
+    for (int32_t k = 0; k < max[i].dims.nbDims; ++k) {
+      if (max[i].dims.d[k] != min[i].dims.d[k]) bounds[i].desc.dims.d[k] = -1;
+    }
   }
   return bounds;
 }
@@ -82,7 +85,14 @@ AttentionStep::AttentionStep(const json& step)
       block_offsets(static_cast<size_t>(kPools * sequences() * 2 * kBlocks)),
       indirection(static_cast<size_t>(sequences() * kMaxLength)) {
   std::iota(block_offsets.begin(), block_offsets.end(), 1000);
+  host_block_offsets = block_offsets;
   std::iota(indirection.begin(), indirection.end(), 500000);
+}
+
+int64_t AttentionStep::tokens() const {
+  int64_t tokens = 0;
+  for (size_t i = 0; i < types.size(); ++i) tokens += types[i] == 0 ? contexts[i] : 1;
+  return tokens;
 }
 
 std::vector<const void*> AttentionStep::inputs() const {
@@ -95,7 +105,7 @@ std::vector<const void*> AttentionStep::inputs() const {
   all[kCacheIndirection] = indirection.data();
   all[kHostTypes] = types.data();
   all[kBlockOffsets] = block_offsets.data();
-  all[kHostBlockOffsets] = block_offsets.data();
+  all[kHostBlockOffsets] = host_block_offsets.data();
   all[kHostContexts] = contexts.data();
   all[kHostProgress] = &progress;
   return all;
@@ -114,7 +124,7 @@ PluginPtr loaded(const PluginPtr& built) {
 
 AttentionLayer::AttentionLayer(int half) {
   const PluginPtr network = built(attention_fields(half));
-  EXPECT_EQ(configure(network, attention_bounds(8192)), 0);
+  EXPECT_EQ(configure(network, attention_bounds(kMaxTokens)), 0);
   const PluginPtr engine = loaded(network);
   if (engine == nullptr) throw std::invalid_argument(last_error().message);
   plugin_.reset(capability<IPluginV3OneRuntime>(engine).attachToContext(nullptr));
@@ -125,14 +135,33 @@ int32_t AttentionLayer::change_shape(const AttentionStep& step, int64_t rows) co
   return capability<IPluginV3OneRuntime>(plugin_).onShapeChange(descs.data(), kNumInputs, &descs.back(), 1);
 }
 
-int32_t AttentionLayer::run(const AttentionStep& step, int64_t rows) const {
+int32_t AttentionLayer::run(const AttentionStep& step, int64_t rows, const std::vector<const void*>& inputs) const {
   auto descs = attention_descs(rows, step.sequences());
   descs[kCacheIndirection].dims.d[1] = step.beams;
-  const auto inputs = step.inputs();
   uint8_t output[1], workspace[1];
   void* const outputs[] = {output};
   return capability<IPluginV3OneRuntime>(plugin_).enqueue(descs.data(), &descs.back(), inputs.data(), outputs,
                                                           workspace, kMain);
+}
+
+BatchSplitLayer::BatchSplitLayer(TensorRTPhase phase) {
+  const PluginPtr engine = create("TokenWeaveBatchSplit", FieldList().set("max_num_tokens", kMaxTokens), phase);
+  plugin_.reset(capability<IPluginV3OneRuntime>(engine).attachToContext(nullptr));
+}
+
+std::vector<PluginTensorDesc> BatchSplitLayer::descs(const AttentionStep& step, int64_t prefix_rows) {
+  const PluginTensorDesc batch = desc({step.sequences()}, DataType::kINT32);
+  return {desc({prefix_rows, kWidth}), desc({step.tokens()}, DataType::kINT32), batch, batch, batch, batch};
+}
+
+int32_t BatchSplitLayer::run(const AttentionStep& step, const std::vector<PluginTensorDesc>& descs, HalfLengths* prefix,
+                             HalfLengths* suffix) const {
+  const void* const inputs[] = {
+      &step,  // addresses of references, which nobody reads
+      &step, step.types.data(), step.contexts.data(), step.lengths.data(), step.contexts.data()};
+  void* const outputs[] = {prefix->sequence_length.data(), prefix->context_lengths.data(),
+                           suffix->sequence_length.data(), suffix->context_lengths.data()};
+  return capability<IPluginV3OneRuntime>(plugin_).enqueue(descs.data(), nullptr, inputs, outputs, nullptr, kMain);
 }
 
 AttentionTest::AttentionTest() {

@@ -36,7 +36,8 @@ enum Input {
   kNumInputs
 };
 
-constexpr int32_t kPools = 2, kBlocks = 3, kMaxSequences = 16, kMaxLength = 64, kWidth = 64, kLayers = 5;
+constexpr int32_t kPools = 2, kBlocks = 3, kMaxSequences = 16, kMaxTokens = 8192, kMaxLength = 64, kWidth = 64,
+                  kLayers = 5;
 
 /// Of a layer whose inner plugin has layer_idx 3.
 FieldList attention_fields(int half);
@@ -45,7 +46,7 @@ std::vector<uint8_t> pack(const std::vector<std::pair<std::string, int32_t>>& fi
 
 /// Descriptions of all inputs and the output, for that many rows of the half and sequences of the step.
 std::vector<nvinfer1::PluginTensorDesc> attention_descs(int64_t rows, int64_t sequences);
-/// The same as the bounds of a profile.
+/// The same as the bounds of a profile, whose optimum is half of that.
 std::vector<nvinfer1::DynamicPluginTensorDesc> attention_bounds(int64_t rows, int64_t sequences = kMaxSequences);
 
 /// A step's inputs in host memory.
@@ -54,12 +55,13 @@ class AttentionStep {
   /// `step` of a case of the vectors.
   explicit AttentionStep(const nlohmann::json& step);
 
-  std::vector<int32_t> types, contexts, past, lengths, block_offsets, indirection;
+  std::vector<int32_t> types, contexts, past, lengths, block_offsets, host_block_offsets, indirection;
   std::vector<int32_t> windows = std::vector<int32_t>(kLayers, 1 << 20), sink{0};
   int64_t progress = 99;
   int64_t beams = 1;
 
   int64_t sequences() const { return static_cast<int64_t>(types.size()); }
+  int64_t tokens() const;
   std::vector<const void*> inputs() const;
 };
 
@@ -75,7 +77,33 @@ class AttentionLayer {
   explicit AttentionLayer(int half);
   bool attached() const { return plugin_ != nullptr; }
   int32_t change_shape(const AttentionStep& step, int64_t rows) const;
-  int32_t run(const AttentionStep& step, int64_t rows) const;
+  int32_t run(const AttentionStep& step, int64_t rows) const { return run(step, rows, step.inputs()); }
+  /// With inputs of which some are not the step's own.
+  int32_t run(const AttentionStep& step, int64_t rows, const std::vector<const void*>& inputs) const;
+
+ private:
+  PluginPtr plugin_;
+};
+
+/// What TokenWeaveBatchSplit makes for one half, in host memory; it writes the first rows only.
+struct HalfLengths {
+  static constexpr int32_t kUntouched = -(1 << 30);
+
+  explicit HalfLengths(const AttentionStep& step)
+      : sequence_length(step.lengths.size(), kUntouched), context_lengths(step.contexts.size(), kUntouched) {}
+
+  std::vector<int32_t> sequence_length, context_lengths;
+};
+
+/// A TokenWeaveBatchSplit layer, attached to a context.
+class BatchSplitLayer {
+ public:
+  explicit BatchSplitLayer(TensorRTPhase phase = TensorRTPhase::kRUNTIME);
+  /// Descriptions of its inputs for a step that has the tokens which its lengths count.
+  static std::vector<nvinfer1::PluginTensorDesc> descs(const AttentionStep& step, int64_t prefix_rows);
+  int32_t run(const AttentionStep& step, const std::vector<nvinfer1::PluginTensorDesc>& descs, HalfLengths* prefix,
+              HalfLengths* suffix) const;
+  const PluginPtr& plugin() const { return plugin_; }
 
  private:
   PluginPtr plugin_;

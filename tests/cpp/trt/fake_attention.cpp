@@ -57,16 +57,17 @@ class Inner final : public nvinfer1::IPluginV2DynamicExt {
   bool supportsFormatCombination(int32_t position, const PluginTensorDesc* descs, int32_t, int32_t) noexcept override {
     return descs[position].type != DataType::kFP8;
   }
-  void configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t num_inputs, const DynamicPluginTensorDesc*,
-                       int32_t) noexcept override {
+  void configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t num_inputs,
+                       const DynamicPluginTensorDesc* outputs, int32_t) noexcept override {
     note("configure");
     ++state_;
     fake_attention().configured_max.clear();
     fake_attention().configured_desc.clear();
     for (int32_t i = 0; i < num_inputs; ++i) {
       fake_attention().configured_max.push_back(inputs[i].max.d[0]);
-      fake_attention().configured_desc.push_back(inputs[i].desc.dims.d[0]);
+      fake_attention().configured_desc.push_back(list(inputs[i].desc.dims));
     }
+    fake_attention().configured_desc.push_back(list(outputs[0].desc.dims));
   }
   size_t getWorkspaceSize(const PluginTensorDesc* inputs, int32_t num_inputs, const PluginTensorDesc* outputs,
                           int32_t) const noexcept override {

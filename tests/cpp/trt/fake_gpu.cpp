@@ -138,15 +138,6 @@ cudaError_t cudaMemcpyAsync(void*, const void*, size_t bytes, cudaMemcpyKind, cu
   return answer("cudaMemcpyAsync");
 }
 
-cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
-                              size_t height, cudaMemcpyKind, cudaStream_t stream) {
-  gpu().calls.push_back("copy " + std::to_string(height) + " x " + std::to_string(width) + " " + name_of(stream));
-  for (size_t i = 0; i < height; ++i) {
-    std::memcpy(static_cast<char*>(to) + i * to_pitch, static_cast<const char*>(from) + i * from_pitch, width);
-  }
-  return answer("cudaMemcpy2DAsync");
-}
-
 const char* twVersion(void) { return "0.1.0"; }
 
 TwCode twGroupCreate(const TwGroupConfig* config, TwGroup** group, TwStatus* status) {

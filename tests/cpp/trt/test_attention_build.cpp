@@ -166,7 +166,12 @@ TEST_F(AttentionBuild, ConfiguresBeforeItTakesTheBytes) {
   EXPECT_EQ(fake_attention().take(), (Calls{"initialize 0", "configure 0"}));
   EXPECT_EQ(fake_attention().configured_max[kQkv], 4096);
   EXPECT_EQ(fake_attention().configured_max[kContextLengths], kMaxSequences);
-  EXPECT_EQ(fake_attention().configured_desc[kContextLengths], -1);
+  // Of a plugin that is initialized, dimensions are known: the optimum's.
+  const auto& descs = fake_attention().configured_desc;
+  EXPECT_EQ(descs[kQkv], (std::vector<int64_t>{2048, kWidth}));
+  EXPECT_EQ(descs[kCacheIndirection], (std::vector<int64_t>{kMaxSequences / 2, 1, kMaxLength}));
+  EXPECT_EQ(descs[kBlockOffsets], (std::vector<int64_t>{kPools, kMaxSequences / 2, 2, kBlocks}));
+  EXPECT_EQ(descs.back(), (std::vector<int64_t>{2048, 32}));
   EXPECT_EQ(configure(plugin, attention_bounds(128)), 0);  // of another profile
   EXPECT_EQ(fake_attention().take(), Calls{"configure 0"});
 
@@ -179,6 +184,20 @@ TEST_F(AttentionBuild, ConfiguresBeforeItTakesTheBytes) {
     EXPECT_EQ(*static_cast<const int32_t*>(stored->fields[i].data), 2);  // configured twice
   }
   EXPECT_TRUE(found);
+}
+
+TEST_F(AttentionBuild, WithoutAnOptimumItConfiguresForTheBounds) {
+  const PluginPtr plugin = built(attention_fields(0));
+  std::vector<DynamicPluginTensorDesc> bounds = attention_bounds(4096);
+  bounds.back().opt.nbDims = -1;
+  bounds[kQkv].opt.d[0] = -1;
+  bounds[kContextLengths].opt.d[0] = kMaxSequences + 1;
+  EXPECT_EQ(configure(plugin, bounds), 0);
+  const auto& descs = fake_attention().configured_desc;
+  EXPECT_EQ(descs.back(), (std::vector<int64_t>{4096, 32}));
+  EXPECT_EQ(descs[kQkv], (std::vector<int64_t>{4096, kWidth}));
+  EXPECT_EQ(descs[kContextLengths], std::vector<int64_t>{kMaxSequences});
+  EXPECT_EQ(descs[kSequenceLength], std::vector<int64_t>{kMaxSequences / 2});
 }
 
 TEST_F(AttentionBuild, ConfiguringMayFail) {

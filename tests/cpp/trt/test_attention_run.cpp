@@ -16,10 +16,9 @@ constexpr const char* kHalves[] = {"prefix", "suffix"};
 
 class AttentionRun : public AttentionTest {};
 
-std::vector<int32_t> ints(const SeenInput& seen) {
-  const auto* data = static_cast<const int32_t*>(seen.data);
-  return {data, data + seen.dims[0]};
-}
+const int32_t* data(const SeenInput& seen) { return static_cast<const int32_t*>(seen.data); }
+
+std::vector<int32_t> ints(const SeenInput& seen) { return {data(seen), data(seen) + seen.dims[0]}; }
 
 /// Two contexts of 10 and 4 tokens, two generation rows: 16 tokens.
 const json& mixed(int prefix_rows) {
@@ -42,15 +41,15 @@ void expect_seen(const AttentionStep& step, const json& half) {
     EXPECT_EQ(seen[input].dims, std::vector<int64_t>{count});
     EXPECT_EQ(seen[input].data, step.inputs()[input]);
   }
+  const auto first = half["first"].get<int64_t>();
   EXPECT_EQ(seen[kCacheIndirection].dims, (std::vector<int64_t>{count, 1, kMaxLength}));
+  EXPECT_EQ(data(seen[kCacheIndirection]), step.indirection.data() + first * kMaxLength);
 
-  // Block tables keep the strides of the step; the host's starts at the half's first sequence.
-  const std::vector<int64_t> table{kPools, step.sequences(), 2, kBlocks};
-  EXPECT_EQ(seen[kBlockOffsets].dims, table);
-  EXPECT_EQ(seen[kHostBlockOffsets].dims, table);
-  EXPECT_EQ(seen[kBlockOffsets].data, step.block_offsets.data());
-  const auto* const blocks = static_cast<const int32_t*>(seen[kHostBlockOffsets].data);
-  EXPECT_EQ(blocks, step.block_offsets.data() + half["first"].get<int64_t>() * 2 * kBlocks);
+  // Block tables keep the strides of the step, and start at the half's first sequence.
+  for (const Input table : {kBlockOffsets, kHostBlockOffsets}) {
+    EXPECT_EQ(seen[table].dims, (std::vector<int64_t>{kPools, step.sequences(), 2, kBlocks}));
+    EXPECT_EQ(data(seen[table]), static_cast<const int32_t*>(step.inputs()[table]) + first * 2 * kBlocks);
+  }
 
   for (const Input input : {kHostPools, kHostMapping, kRotaryCosSin, kHostKnobs, kHostWindows, kHostSink}) {
     EXPECT_EQ(seen[input].data, step.inputs()[input]);
@@ -78,6 +77,75 @@ TEST_F(AttentionRun, TellsTheInnerPluginOfItsHalf) {
     if (HasFailure()) break;
   }
   EXPECT_GT(calls, 300u);
+}
+
+/// What the inner plugin was told of one half by both plugins.
+struct Told {
+  std::vector<int32_t> types, contexts, lengths;
+  int64_t rows = 0, first = 0;
+};
+
+/// Runs one half on what the batch split made for it; what it was told on the device and on the host has to agree.
+Told told(const AttentionLayer& layer, const AttentionStep& step, int64_t rows, const HalfLengths& made) {
+  auto inputs = step.inputs();
+  inputs[kSequenceLength] = made.sequence_length.data();
+  inputs[kContextLengths] = made.context_lengths.data();
+  EXPECT_EQ(layer.change_shape(step, rows), 0);
+  EXPECT_EQ(layer.run(step, rows, inputs), 0) << last_error().message;
+  const auto& seen = fake_attention().inputs;
+  Told half{ints(seen[kHostTypes]), ints(seen[kHostContexts]), ints(seen[kSequenceLength]), seen[kQkv].dims[0], 0};
+  EXPECT_EQ(ints(seen[kContextLengths]), half.contexts);
+  std::vector<int32_t> past = ints(seen[kHostPast]);
+  for (size_t i = 0; i < past.size(); ++i) past[i] += half.types[i];  // a generation row does not count itself
+  EXPECT_EQ(past, half.lengths);
+  int64_t tokens = 0;
+  for (size_t i = 0; i < past.size(); ++i) tokens += half.types[i] == 0 ? half.contexts[i] : 1;
+  EXPECT_EQ(tokens, half.rows);
+
+  half.first = (data(seen[kCacheIndirection]) - step.indirection.data()) / kMaxLength;
+  EXPECT_EQ(data(seen[kBlockOffsets]) - step.block_offsets.data(), half.first * 2 * kBlocks);
+  EXPECT_EQ(data(seen[kHostBlockOffsets]) - step.host_block_offsets.data(), half.first * 2 * kBlocks);
+  return half;
+}
+
+std::vector<int32_t> joined(std::vector<int32_t> prefix, const std::vector<int32_t>& suffix) {
+  prefix.insert(prefix.end(), suffix.begin(), suffix.end());
+  return prefix;
+}
+
+/// The halves, put together again, are the step.
+void expect_step(const AttentionStep& step, Told prefix, Told suffix) {
+  EXPECT_EQ(prefix.rows + suffix.rows, step.tokens());
+  if (prefix.types.size() + suffix.types.size() > step.types.size()) {  // a sequence is in both
+    EXPECT_EQ(prefix.lengths.back() + suffix.contexts[0], suffix.lengths[0]);
+    suffix.contexts[0] += prefix.contexts.back();
+    for (auto* values : {&prefix.types, &prefix.contexts, &prefix.lengths}) values->pop_back();
+  }
+  EXPECT_EQ(prefix.first, 0);
+  if (suffix.rows > 0) {
+    EXPECT_EQ(suffix.first, static_cast<int64_t>(prefix.types.size()));
+  }
+  EXPECT_EQ(joined(prefix.types, suffix.types), step.types);
+  EXPECT_EQ(joined(prefix.contexts, suffix.contexts), step.contexts);
+  EXPECT_EQ(joined(prefix.lengths, suffix.lengths), step.lengths);
+}
+
+TEST_F(AttentionRun, SeesTheCutOfTheBatchSplit) {
+  const BatchSplitLayer split;
+  const AttentionLayer layers[] = {AttentionLayer(kPrefix), AttentionLayer(kSuffix)};
+  for (const json& one : attention_vectors()["cuts"]) {
+    SCOPED_TRACE(one);
+    const AttentionStep step(one["step"]);
+    const int64_t cut = one["prefix_rows"], rows[] = {cut, step.tokens() - cut};
+    HalfLengths made[] = {HalfLengths(step), HalfLengths(step)};
+    ASSERT_EQ(split.run(step, BatchSplitLayer::descs(step, cut), &made[kPrefix], &made[kSuffix]), 0);
+    Told halves[2];
+    for (const int half : {kPrefix, kSuffix}) {
+      if (rows[half] > 0) halves[half] = told(layers[half], step, rows[half], made[half]);
+    }
+    expect_step(step, halves[kPrefix], halves[kSuffix]);
+    if (HasFailure()) break;
+  }
 }
 
 TEST_F(AttentionRun, RewritesFromTheOriginalsInEveryStep) {
@@ -136,8 +204,8 @@ TEST_F(AttentionRun, TheInnerPluginLivesAsLongAsItsContext) {
   EXPECT_EQ(second.onShapeChange(descs.data(), kNumInputs, &descs.back(), 1), 0);
   EXPECT_EQ(fake_attention().configured_max[kQkv], 4096);
   EXPECT_EQ(fake_attention().configured_max[kContextLengths], kMaxSequences);
-  EXPECT_EQ(fake_attention().configured_desc[kQkv], 4);
-  EXPECT_EQ(fake_attention().configured_desc[kContextLengths], 4);
+  EXPECT_EQ(fake_attention().configured_desc[kQkv], (std::vector<int64_t>{4, kWidth}));
+  EXPECT_EQ(fake_attention().configured_desc[kContextLengths], std::vector<int64_t>{4});
   uint8_t output[1], workspace[1];
   void* const outputs[] = {output};
   EXPECT_EQ(second.enqueue(descs.data(), &descs.back(), step.inputs().data(), outputs, workspace, kMain), 0);
