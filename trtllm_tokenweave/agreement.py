@@ -14,14 +14,20 @@ from trtllm_tokenweave.errors import TokenWeaveError, UserError
 T = TypeVar("T")
 
 
-def gather_json(comm: CommBackend, tag: str, value: Any) -> list[Any]:
-    """Every rank's ``value`` (plain data), in rank order."""
+def gather_json(comm: CommBackend, tag: str, value: Any, timeout: float | None = None) -> list[Any]:
+    """Every rank's ``value`` (plain data), in rank order; ``timeout`` as in `CommBackend.all_gather`."""
     data = np.frombuffer(json.dumps(value).encode(), np.int8)
-    return [json.loads(part.tobytes()) for part in comm.all_gather(tag, data)]
+    return [json.loads(part.tobytes()) for part in comm.all_gather(tag, data, timeout)]
 
 
-def on_all_ranks(comm: CommBackend, tag: str, action: Callable[[], T]) -> T:
+def on_all_ranks(comm: CommBackend, tag: str, action: Callable[[], T], timeout: float | None = None) -> T:
     """Run ``action`` on every rank of ``comm`` and wait until all have.
+
+    Args:
+        comm: The ranks.
+        tag: What the action is, for messages.
+        action: What to do.
+        timeout: Seconds that a rank which is done waits for the others; None: what the group was made with.
 
     Raises:
         UserError, TokenWeaveError: on every rank the error of the first rank that failed, which it names.
@@ -33,7 +39,7 @@ def on_all_ranks(comm: CommBackend, tag: str, action: Callable[[], T]) -> T:
         raise
     except Exception as caught:  # noqa: BLE001  (the other ranks must learn of any)
         error = caught
-    errors = gather_json(comm, tag, _outcome(error))
+    errors = gather_json(comm, tag, _outcome(error), timeout)
     rank = next((rank for rank, outcome in enumerate(errors) if outcome is not None), None)
     if rank is None:
         return result

@@ -21,8 +21,8 @@ from trtllm_tokenweave.device import Gpu, current_gpu
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
 from trtllm_tokenweave.inspection import BuildReport, expect, inspect_plan
 from trtllm_tokenweave.manifest import TensorSpec, tensor_specs
-from trtllm_tokenweave.plugin_library import plugin_error
-from trtllm_tokenweave.tensorrt_module import create_builder, logger, tensorrt, tensorrt_error
+from trtllm_tokenweave.plugin_library import Attempt
+from trtllm_tokenweave.tensorrt_module import create_builder, logger, tensorrt
 from trtllm_tokenweave.trt import dims_or_none
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ Verbosity = Literal["DETAILED", "LAYER_NAMES_ONLY", "NONE"]
 
 #: What a woven network cannot do without: its joins put out their inputs under new names.
 ALIASED_IO = "ALIASED_PLUGIN_IO_10_03"
+
+#: Seconds that ranks wait for another one's build: large models take an hour.
+BUILD_TIMEOUT = 6 * 3600.0
 
 _WHERE = "builder settings"
 
@@ -57,8 +60,8 @@ class BuilderSettings:
     Attributes:
         profiles: For each optimisation profile the range of every dynamic input, by its name; or a function that
             gives it for the network.
-        timing_cache: File of TensorRT's measurements; it is made when missing and added to after a build. Ranks that
-            build at the same time need one each.
+        timing_cache: File of TensorRT's measurements; it is made when missing and added to after a build. Ranks
+            have one each (:func:`build_on_all_ranks`).
         workspace_bytes: Most scratch memory of a layer; None: all of the device's.
         verbosity: What the engine says about its layers; the check after the build needs "DETAILED".
         fused_memory_bytes: Activation memory of the same network without the split, to check this one's against.
@@ -120,14 +123,16 @@ def build(make_network: Callable[[Any], WeaveResult], settings: BuilderSettings)
         result = make_network(network)
         config = builder.create_builder_config()
         check_settings(config, network, configure(config, network, result, settings), result)
+        attempt = Attempt()
         serialized = builder.build_serialized_network(network, config)
         if serialized is None:
-            raise tensorrt_error("TensorRT built no engine", also=plugin_error())
+            raise attempt.error("TensorRT built no engine")
         if settings.timing_cache is not None:
             _save_timing_cache(config, settings.timing_cache)
+        attempt = Attempt()
         engine = trt.Runtime(logger()).deserialize_cuda_engine(serialized)
         if engine is None:
-            raise tensorrt_error("TensorRT cannot read the plan that it built", also=plugin_error())
+            raise attempt.error("TensorRT cannot read the plan that it built")
         expected = expect(network, result, settings.fused_memory_bytes)
         data = memoryview(serialized)
         report = inspect_plan(engine, expected, data.nbytes)
@@ -153,22 +158,27 @@ def build_on_all_ranks(
     Raises:
         UserError, TokenWeaveError: on all ranks, when one cannot build.
     """
-    cache = settings.timing_cache
-    if cache is None:
-        raise UserError("is not given", where="timing_cache", fix="name a file, each rank its own")
 
-    def build_here() -> Plan:
-        return build(make_network, settings)
+    def given_cache() -> Path:
+        if settings.timing_cache is None:
+            raise UserError("is not given", where="timing_cache", fix="name a file, each rank its own")
+        return settings.timing_cache
 
-    first = on_all_ranks(comm, "building rank 0", lambda: build_here() if comm.rank == 0 else None)
-    mine = np.frombuffer(cache.read_bytes() if comm.rank == 0 else b"", np.int8)
-    timings = comm.all_gather("timings of rank 0", mine)[0].tobytes()
+    cache = on_all_ranks(comm, "timing caches", given_cache)
+
+    def build_first() -> tuple[Plan | None, bytes]:
+        return (build(make_network, settings), cache.read_bytes()) if comm.rank == 0 else (None, b"")
+
+    first, mine = on_all_ranks(comm, "building rank 0", build_first, BUILD_TIMEOUT)
+    timings = comm.all_gather("timings of rank 0", np.frombuffer(mine, np.int8))[0].tobytes()
 
     def build_after() -> Plan:
+        if first is not None:
+            return first
         replace_file(cache, lambda aside: aside.write_bytes(timings))
-        return build_here()
+        return build(make_network, settings)
 
-    return on_all_ranks(comm, "building the other ranks", lambda: build_after() if first is None else first)
+    return on_all_ranks(comm, "building the other ranks", build_after, BUILD_TIMEOUT)
 
 
 # ---- settings
@@ -279,13 +289,15 @@ def _check_optimum(profiles: Sequence[Any], result: WeaveResult) -> None:
     plan = result.plan
     assert plan.region is not None
     lookup, tokens_ref = plan.region.lookup, plan.tokens_ref
+    ranges = [_dimension(profile, tokens_ref) for profile in profiles]
+    unknown = [index for index, tokens in enumerate(ranges) if tokens is None]
+    if unknown:
+        what = "profiles %s: cannot tell whether their optimum is split: %r is no input with a range"
+        logging.getLogger(__name__).warning(what, unknown, tokens_ref)
     split = 0
-    for index, profile in enumerate(profiles):
-        tokens = _dimension(profile, tokens_ref)
+    for index, (profile, tokens) in enumerate(zip(profiles, ranges, strict=True)):
         if tokens is None:
-            what = "profile %d: cannot tell whether its optimum is split: %r is no input with a range"
-            logging.getLogger(__name__).warning(what, index, tokens_ref)
-            return
+            continue
         batches = _dimension(profile, plan.batch_ref) if plan.batch_ref is not None else None
         batch = min(batches[1] if batches is not None else 1, lookup.max_batch)
         low, optimum, high = (min(n, lookup.max_num_tokens) for n in tokens)
@@ -300,7 +312,7 @@ def _check_optimum(profiles: Sequence[Any], result: WeaveResult) -> None:
                 where=f"optimisation profile {index}, input {tokens_ref}",
                 fix=f"optimise for {_middle(counts, high)} tokens (opt_num_tokens), or do not split",
             )
-    if not split:
+    if not split and not unknown:
         raise UserError(
             f"none of {len(profiles)} holds a step that is split",
             where="optimisation profiles",

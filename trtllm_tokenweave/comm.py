@@ -47,8 +47,13 @@ class CommBackend(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    def all_gather(self, tag: str, x: Array) -> list[Array]:
+    def all_gather(self, tag: str, x: Array, timeout: float | None = None) -> list[Array]:
         """Return every rank's array in rank order; shapes may differ. ``x`` may be changed afterwards.
+
+        Args:
+            tag: What the call is for.
+            x: This rank's array.
+            timeout: Seconds to wait for peers; None: what the group was made with.
 
         Raises:
             CommError: when a peer does not take part.
@@ -64,9 +69,9 @@ class SingleComm:
     rank = 0
     size = 1
 
-    def all_gather(self, tag: str, x: Array) -> list[Array]:
+    def all_gather(self, tag: str, x: Array, timeout: float | None = None) -> list[Array]:
         """Return a copy of the array."""
-        del tag
+        del tag, timeout
         return [x.copy()]
 
     def barrier(self) -> None:
@@ -114,7 +119,7 @@ class LocalComm:
         shared = _Group(size, timeout)
         return [cls(shared, rank) for rank in range(size)]
 
-    def all_gather(self, tag: str, x: Array) -> list[Array]:
+    def all_gather(self, tag: str, x: Array, timeout: float | None = None) -> list[Array]:
         """See :class:`CommBackend`."""
         group, sequence = self._group, self._sequence
         self._sequence += 1
@@ -125,7 +130,7 @@ class LocalComm:
             if len(call.parts) == group.size:
                 group.condition.notify_all()
             else:
-                self._wait(call, tag)
+                self._wait(call, tag, group.timeout if timeout is None else timeout)
             call.readers += 1
             if call.readers == group.size:
                 del group.calls[sequence]
@@ -135,15 +140,15 @@ class LocalComm:
         """See :class:`CommBackend`."""
         self.all_gather("barrier", np.zeros(0, np.int8))
 
-    def _wait(self, call: _Call, tag: str) -> None:
+    def _wait(self, call: _Call, tag: str, timeout: float) -> None:
         """Wait with the condition held until every rank has brought its part."""
         group = self._group
-        deadline = time.monotonic() + group.timeout
+        deadline = time.monotonic() + timeout
         while len(call.parts) < group.size:
             missing = [rank for rank in range(group.size) if rank not in call.parts]
             reason = group.broken or _dead_peer(missing)
             if not reason and time.monotonic() >= deadline:
-                reason = f"no answer within {group.timeout:g} s from rank {', '.join(map(str, missing))}"
+                reason = f"no answer within {timeout:g} s from rank {', '.join(map(str, missing))}"
             if reason:
                 group.broken = group.broken or f"the group is broken since rank {self.rank} gave up in {tag!r}"
                 group.condition.notify_all()
@@ -261,7 +266,7 @@ class MpiComm:
         # Kept for good: the ranks of one machine are there as long as the process is.
         self._threads = blas_threads_shared_by(int(self._comm.Split_type(MPI.COMM_TYPE_SHARED).Get_size()))
 
-    def all_gather(self, tag: str, x: Array) -> list[Array]:
+    def all_gather(self, tag: str, x: Array, timeout: float | None = None) -> list[Array]:
         """See :class:`CommBackend`. Two messages: shapes and dtypes, then the bytes."""
         from trtllm_tokenweave.recorder.enums import DataType, dtype_of, numpy_dtype
 
@@ -270,7 +275,7 @@ class MpiComm:
         header = np.full(self.MAX_RANK + 2, 0, np.int64)
         header[: x.ndim + 2] = (dtype_of(x).value, x.ndim, *x.shape)
         headers = np.empty((self.size, header.size), np.int64)
-        self._finish(self._comm.Iallgather(header, headers), tag)
+        self._finish(self._comm.Iallgather(header, headers), tag, timeout)
         dtypes = [numpy_dtype(DataType(int(h[0]))) for h in headers]
         shapes = [tuple(int(d) for d in h[2 : 2 + int(h[1])]) for h in headers]
         counts = [d.itemsize * int(np.prod(s, dtype=np.int64)) for d, s in zip(dtypes, shapes, strict=True)]
@@ -278,7 +283,7 @@ class MpiComm:
         data = np.empty(sum(counts), np.uint8)
         own = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         request = self._comm.Iallgatherv([own, own.size, self._byte], [data, counts, starts, self._byte])
-        self._finish(request, tag)
+        self._finish(request, tag, timeout)
         # Slices start at any byte; copies give each part its own aligned memory.
         return [
             data[start : start + count].copy().view(dtype).reshape(shape)
@@ -293,13 +298,14 @@ class MpiComm:
         """End all ranks at once: what a rank does that fails while others wait for it."""
         self._comm.Abort(code)
 
-    def _finish(self, request: Any, tag: str) -> None:
+    def _finish(self, request: Any, tag: str, timeout: float | None = None) -> None:
         """Wait for a request, giving way to other processes on a machine with fewer cores than ranks."""
+        limit = self.timeout if timeout is None else timeout
         start = time.monotonic()
         spins = 0
         while not request.Test():
             spins += 1
             if spins > 200:
                 time.sleep(50e-6)
-                if time.monotonic() - start > self.timeout:
-                    raise CommError(f"rank {self.rank} waits in {tag!r}: no answer within {self.timeout:g} s")
+                if time.monotonic() - start > limit:
+                    raise CommError(f"rank {self.rank} waits in {tag!r}: no answer within {limit:g} s")

@@ -60,12 +60,11 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as manifests name it; ``driver`` and ``runtime`` are CUDA versions ("12.8")."""
+    """A GPU as manifests name it; ``driver`` is a CUDA version ("12.8")."""
 
     name: str
     compute_capability: str
     driver: str
-    runtime: str
 
 
 def current_gpu() -> Gpu:
@@ -85,7 +84,6 @@ def current_gpu() -> Gpu:
         name=_text(properties.name),
         compute_capability=f"{properties.major}.{properties.minor}",
         driver=_version(call("cudaDriverGetVersion")),
-        runtime=_version(call("cudaRuntimeGetVersion")),
     )
 
 
@@ -201,10 +199,15 @@ def _finish() -> None:
 
 
 class Stream:
-    """A CUDA stream that does not wait for the default stream (TensorRT synchronises on that one)."""
+    """A CUDA stream that does not wait for the default stream (TensorRT synchronises on that one).
+
+    Given back by :meth:`destroy`, at the end of a ``with``, or with the object.
+    """
 
     def __init__(self) -> None:
         self._stream = call("cudaStreamCreateWithFlags", cudart().cudaStreamNonBlocking)
+        self._finalizer = weakref.finalize(self, cudart().cudaStreamDestroy, self._stream)
+        self._finalizer.atexit = False
 
     @property
     def handle(self) -> int:
@@ -212,15 +215,23 @@ class Stream:
         return int(self._stream)
 
     def synchronize(self) -> None:
-        """Wait for all work on the stream.
+        """Wait for all work on the stream; for none after :meth:`destroy`.
 
         Raises:
             CudaError: also for errors of earlier, asynchronous work.
         """
-        call("cudaStreamSynchronize", self._stream)
+        if self._finalizer.alive:
+            call("cudaStreamSynchronize", self._stream)
 
     def destroy(self) -> None:
-        """Give the stream back."""
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            call("cudaStreamDestroy", stream)
+        """Give the stream back when its work is done; a second time does nothing."""
+        if self._finalizer.detach() is not None:
+            call("cudaStreamDestroy", self._stream)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.destroy()

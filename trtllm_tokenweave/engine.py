@@ -10,27 +10,27 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from trtllm_tokenweave import __version__
 from trtllm_tokenweave.agreement import gather_json, on_all_ranks
 from trtllm_tokenweave.atomic import check_folder, replace_file
 from trtllm_tokenweave.comm import CommBackend, SingleComm
-from trtllm_tokenweave.device import Gpu, current_gpu
+from trtllm_tokenweave.device import current_gpu
 from trtllm_tokenweave.engine_context import EngineContext
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.manifest import (
     Manifest,
-    check_driver,
     check_manifest,
     check_ranks,
+    missing,
+    read_file,
     sha256,
     this_process,
 )
-from trtllm_tokenweave.plugin_library import plugin_error, plugin_library
+from trtllm_tokenweave.plugin_library import Attempt, plugin_library
 from trtllm_tokenweave.table import TuningTable
-from trtllm_tokenweave.table.files import read_text, table_error
-from trtllm_tokenweave.tensorrt_module import logger, tensorrt, tensorrt_error
+from trtllm_tokenweave.tensorrt_module import logger, tensorrt
 
 if TYPE_CHECKING:
     from trtllm_tokenweave.builder import Plan
@@ -89,9 +89,9 @@ def save_engine(
     Raises:
         UserError: on all ranks, when one cannot write.
     """
-    manifest = make_manifest(plan)
 
-    def save() -> None:
+    def save() -> Manifest:
+        manifest = make_manifest(plan)
         check_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
         files: list[tuple[Path, Callable[[Path], object]]] = [
@@ -104,9 +104,9 @@ def save_engine(
             )
             files.insert(0, (config_file(folder), lambda aside: aside.write_text(config.text(), encoding="utf-8")))
         _replace_together(files)
+        return manifest
 
-    on_all_ranks(comm or SingleComm(), "saving the engine", save)
-    return manifest
+    return on_all_ranks(comm or SingleComm(), "saving the engine", save)
 
 
 def _replace_together(files: Sequence[tuple[Path, Callable[[Path], object]]]) -> None:
@@ -128,7 +128,6 @@ def make_manifest(plan: Plan) -> Manifest:
     return Manifest(
         library=__version__,
         tensorrt=str(tensorrt().__version__),
-        cuda_runtime=plan.gpu.runtime,
         cuda_driver=plan.gpu.driver,
         gpu=plan.gpu.name,
         compute_capability=plan.gpu.compute_capability,
@@ -176,10 +175,9 @@ class Engine:
 
         def read() -> tuple[EngineConfig, Manifest]:
             config = load_config(folder, ranks.size)
-            gpu = current_gpu()
-            expected = this_process(gpu, str(tensorrt().__version__), ranks.rank, ranks.size)
+            expected = this_process(current_gpu(), str(tensorrt().__version__), ranks.rank, ranks.size)
             expected["table_sha256"] = sha256((config.table if table is None else table).pack())
-            return config, read_manifest(folder, ranks.rank, expected, gpu)
+            return config, read_manifest(folder, ranks.rank, expected)
 
         config, manifest = on_all_ranks(ranks, "reading manifests", read)
         check_ranks(gather_json(ranks, "comparing manifests", manifest.shared()), str(folder))
@@ -196,7 +194,8 @@ class Engine:
         Raises:
             TokenWeaveError: on all ranks, when the plans do not belong together or TensorRT of one cannot load its own.
         """
-        ranks, manifest = comm or SingleComm(), make_manifest(plan)
+        ranks = comm or SingleComm()
+        manifest = on_all_ranks(ranks, "making manifests", lambda: make_manifest(plan))
         check_ranks(gather_json(ranks, "comparing manifests", manifest.shared()), "the plans")
         config = EngineConfig(tp_size=manifest.tp_size, table=plan.result.plan.options.table)
         loaded = on_all_ranks(ranks, "loading engines", lambda: _deserialize(plan.data, manifest, "the plan"))
@@ -214,28 +213,22 @@ def load_config(folder: Path, tp_size: int) -> EngineConfig:
         UserError: it is missing, cannot be understood, or is of a group of another size.
     """
     path = config_file(folder)
-    if not path.exists():
-        raise UserError("is missing", where=str(path), fix="give the folder of a whole engine, or build it again")
-    try:
-        config = EngineConfig.model_validate_json(read_text(path))
-    except ValidationError as error:
-        raise table_error(error, str(path)) from error
+    config = read_file(path, EngineConfig)
     if config.tp_size != tp_size:
         fix = f"start {config.tp_size} (mpirun -n {config.tp_size}), or build it for {tp_size}"
         raise UserError(f"tp_size is {config.tp_size}, but {tp_size} ranks run", where=f"{path}: tp_size", fix=fix)
     return config
 
 
-def read_manifest(folder: Path, rank: int, expected: Mapping[str, Any], gpu: Gpu) -> Manifest:
+def read_manifest(folder: Path, rank: int, expected: Mapping[str, Any]) -> Manifest:
     """Read a rank's manifest, and check it against this process.
 
     Raises:
         UserError: see :meth:`Engine.load`.
     """
     path = manifest_file(folder, rank)
-    manifest = Manifest.load(path)
+    manifest = read_file(path, Manifest)
     check_manifest(manifest, expected, str(path))
-    check_driver(manifest, gpu, str(path))
     return manifest
 
 
@@ -251,8 +244,7 @@ def open_plan(path: Path, manifest: Manifest) -> mmap.mmap:
             check_manifest(manifest, found, str(path))
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError as error:
-        fix = "give the folder of a whole engine, or build it again"
-        raise UserError("is missing", where=str(path), fix=fix) from error
+        raise missing(path) from error
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
     check_manifest(manifest, {"plan_sha256": sha256(data)}, str(path))
@@ -262,7 +254,8 @@ def open_plan(path: Path, manifest: Manifest) -> mmap.mmap:
 def _deserialize(data: Any, manifest: Manifest, where: str) -> Any:
     if manifest.mode != "stock":
         plugin_library()
+    attempt = Attempt()
     engine = tensorrt().Runtime(logger()).deserialize_cuda_engine(data)
     if engine is None:
-        raise tensorrt_error(f"TensorRT cannot load {where}", also=plugin_error())
+        raise attempt.error(f"TensorRT cannot load {where}")
     return engine

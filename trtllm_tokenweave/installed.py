@@ -32,6 +32,9 @@ LIBRARY_PROBE = (
 )
 """Loads one of the compiled libraries and prints its version."""
 
+LOAD_PROBE = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
+"""Loads a compiled library that tells no version."""
+
 
 @dataclass(frozen=True)
 class Range:
@@ -63,7 +66,7 @@ class Finding:
         key: Short name for programs ("tensorrt").
         title: Name for people.
         status: "ok", "missing", or "unsupported" (there, but outside `supported`).
-        version: What was found, "" where missing.
+        version: What was found, "" where missing or not told.
         where: File or package that holds it, "" where unknown.
         supported: Supported versions in words, "" where any will do.
         costs: What cannot be done without it.
@@ -139,6 +142,7 @@ def look(machine: Machine) -> list[Finding]:
         _gpus(machine),
         _compiled(machine, _CUDA_LIBRARY, "tokenweave"),
         _compiled(machine, _TRT_PLUGINS, "tokenweave_trt"),
+        _reference(machine),
         _nvcc(machine),
         _package(machine, _CUDA_BINDINGS, ["cuda-bindings"]),
         _package(machine, _TENSORRT, ["tensorrt", "tensorrt_cu13", "tensorrt_cu12", *_BINDINGS]),
@@ -179,6 +183,12 @@ _GPU = Sought(
 _COMPILE = "pip install . (not -e), or in a source tree: cmake -S . -B build && cmake --build build"
 _CUDA_LIBRARY = Sought("library", "CUDA library", "no fused kernel: neither the torch operator nor `bench`", _COMPILE)
 _TRT_PLUGINS = Sought("trt_plugins", "TensorRT plugins", "woven networks cannot be built into engines", _COMPILE)
+_REFERENCE = Sought(
+    "reference",
+    "reference plugins",
+    "without TensorRT-LLM, networks with its plugins cannot be built into engines, and `bench stack` cannot run",
+    _COMPILE,
+)
 _NVCC = Sought(
     "cuda",
     "CUDA toolkit (nvcc)",
@@ -274,6 +284,16 @@ def _compiled(machine: Machine, sought: Sought, name: LibraryName) -> Finding:
     version = machine.output([sys.executable, "-c", LIBRARY_PROBE, str(path)])
     found = sought.found("that does not load" if version is None else version.strip(), str(path))
     return replace(found, status="ok" if found.version == __version__ else "unsupported", supported=__version__)
+
+
+def _reference(machine: Machine) -> Finding:
+    """The library of TensorRT-LLM's plugins: usable when it loads."""
+    path = machine.compiled("tokenweave_reference")
+    if path is None:
+        return _REFERENCE.found(None)
+    if machine.output([sys.executable, "-c", LOAD_PROBE, str(path)]) is None:
+        return replace(_REFERENCE.found("that does not load", str(path)), status="unsupported", supported=__version__)
+    return _REFERENCE.found("", str(path))
 
 
 def _nvcc(machine: Machine) -> Finding:

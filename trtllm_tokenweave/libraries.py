@@ -6,6 +6,7 @@ import ctypes
 from pathlib import Path
 from typing import Literal
 
+from trtllm_tokenweave import __version__
 from trtllm_tokenweave.config import (
     LIBRARY,
     REFERENCE_LIBRARY,
@@ -61,7 +62,7 @@ def load_library(name: Literal["tokenweave", "tokenweave_trt"]) -> ctypes.CDLL:
     """Load what `find_library` finds of a library that has a C interface.
 
     Raises:
-        UserError: There is none, or it cannot be loaded.
+        UserError: There is none, it cannot be loaded, or it is another library or of another version.
     """
     fix = f"pip install . (README.md), build it (plugins/README.md) or set {_VARIABLES[name].name}"
     path = find_library(name)
@@ -71,5 +72,11 @@ def load_library(name: Literal["tokenweave", "tokenweave_trt"]) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise UserError(f"cannot be loaded: {error}", where=str(path), fix=fix) from None
-    library.twVersion.restype = ctypes.c_char_p
+    version = getattr(library, "twVersion", None)
+    if version is None:
+        raise UserError("is another library: it has no twVersion", where=str(path), fix=fix)
+    version.restype = ctypes.c_char_p
+    found = version().decode()
+    if found != __version__:
+        raise UserError(f"is of version {found}, but {__version__} is needed", where=str(path), fix=fix)
     return library

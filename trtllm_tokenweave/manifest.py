@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,6 +23,7 @@ _REBUILD = "build the engine again on this machine"
 _Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 # JSON has lists, no tuples; what is in them stays strict.
 _Shape = Annotated[tuple[int, ...], Field(strict=False)]
+_Form = TypeVar("_Form", bound=BaseModel)
 
 
 class TensorSpec(BaseModel):
@@ -52,7 +53,6 @@ class Manifest(BaseModel):
         format_version: Version of this form.
         library: Version of this package.
         tensorrt: Version of TensorRT.
-        cuda_runtime: Version of the CUDA runtime of the build.
         cuda_driver: CUDA version of the driver of the build.
         gpu: Name of the GPU.
         compute_capability: Its compute capability ("9.0").
@@ -71,7 +71,6 @@ class Manifest(BaseModel):
     format_version: Literal[1] = 1
     library: str
     tensorrt: str
-    cuda_runtime: str
     cuda_driver: str
     gpu: str
     compute_capability: str
@@ -87,26 +86,6 @@ class Manifest(BaseModel):
     def text(self) -> str:
         """The JSON form as written to disk."""
         return self.model_dump_json(indent=2) + "\n"
-
-    @classmethod
-    def load(cls, path: Path) -> Manifest:
-        """Read and check a manifest.
-
-        Raises:
-            UserError: it is missing, no manifest, or of another version of this form.
-        """
-        if not path.exists():
-            raise UserError("is missing", where=str(path), fix="give the folder of a whole engine, or build it again")
-        text = read_text(path)
-        data = read_json(text, str(path))
-        version = data.get("format_version") if isinstance(data, dict) else None
-        if version != FORMAT_VERSION:
-            what = f"format_version is {version!r}, expected {FORMAT_VERSION}"
-            raise UserError(what, where=str(path), fix=_REBUILD)
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            raise table_error(error, str(path)) from error
 
     def shared(self) -> dict[str, Any]:
         """What must be equal on all ranks of a group: all but the rank and its plan."""
@@ -140,6 +119,31 @@ def sha256(data: Any) -> str:
 # ---- loading
 
 
+def read_file(path: Path, form: type[_Form]) -> _Form:
+    """Read and check a file of JSON from an engine's folder.
+
+    Raises:
+        UserError: it is missing, has not this form, or another version of it.
+    """
+    if not path.exists():
+        raise missing(path)
+    text = read_text(path)
+    data = read_json(text, str(path))
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if version != FORMAT_VERSION:
+        what = f"format_version is {version!r}, expected {FORMAT_VERSION}"
+        raise UserError(what, where=str(path), fix=_REBUILD)
+    try:
+        return form.model_validate_json(text)
+    except ValidationError as error:
+        raise table_error(error, str(path)) from error
+
+
+def missing(path: Path) -> UserError:
+    """The error for a file that an engine's folder lacks."""
+    return UserError("is missing", where=str(path), fix="give the folder of a whole engine, or build it again")
+
+
 def check_manifest(manifest: Manifest, expected: Mapping[str, Any], where: str) -> None:
     """Refuse an engine that was built for something else.
 
@@ -157,17 +161,6 @@ def check_manifest(manifest: Manifest, expected: Mapping[str, Any], where: str) 
             raise UserError(
                 f"{field} is {found}, but {wanted} is needed here", where=f"{where}: {field}", fix=_fix(field, found)
             )
-
-
-def check_driver(manifest: Manifest, gpu: Gpu, where: str) -> None:
-    """Refuse a driver of an older CUDA than the runtime of the build; minor versions serve one another.
-
-    Raises:
-        UserError: names both versions.
-    """
-    if _numbers(gpu.driver)[:1] < _numbers(manifest.cuda_runtime)[:1]:
-        what = f"the driver serves CUDA {gpu.driver}, but the engine was built with CUDA {manifest.cuda_runtime}"
-        raise UserError(what, where=f"{where}: cuda_runtime", fix=f"update the driver, or {_REBUILD}")
 
 
 def check_ranks(manifests: list[dict[str, Any]], where: str) -> None:
@@ -216,7 +209,3 @@ def _fix(field: str, found: Any) -> str:
         "plan_bytes": "the engine file is damaged or of another build: copy it again, or build it again",
     }
     return cures.get(field, _REBUILD)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_tokenweave.c_interface import OK, LibraryError, Status
-from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.errors import TokenWeaveError, UserError
 from trtllm_tokenweave.libraries import load_library
 from trtllm_tokenweave.plugin_specs import NAMESPACE, SPECS, VERSION
-from trtllm_tokenweave.tensorrt_module import LINES, tensorrt
+from trtllm_tokenweave.tensorrt_module import LINES, tensorrt, tensorrt_error
 
 #: What every build of the library registers.
 _CREATORS = tuple(spec.name for spec in SPECS)
@@ -118,18 +118,36 @@ def register(path: Path, creators: tuple[str, ...] = (), namespace: str = NAMESP
     def missing() -> list[str]:
         return [name for name in creators if registry.get_creator(name, VERSION, namespace) is None]
 
+    LINES.clear()
     try:
-        # None also when another copy has registered the same plugins: then that copy serves.
+        ctypes.CDLL(str(path))  # first by ourselves: TensorRT does not say why the loader refuses a file
         handle = registry.load_library(str(path))
-    except RuntimeError as error:
-        raise UserError(f"TensorRT cannot load it: {error}", where=str(path), fix=fix) from error
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"cannot be loaded: {error}", where=str(path), fix=fix) from error
     if missing() or (handle is None and not creators):
         what = f"TensorRT does not know its plugins {', '.join(missing())}".rstrip()
         reason = LINES.take_errors()
         raise UserError(f"{what}: {reason}" if reason else what, where=str(path), fix=fix)
+    if handle is None:
+        # That one would run, and this one's counters, errors and memory would be asked for.
+        what = f"another library has registered its plugins {', '.join(creators)}"
+        raise UserError(what, where=str(path), fix="load one of them only (LD_PRELOAD, the variables of README.md)")
     _registered.add(path)
 
 
-def plugin_error() -> str:
-    """What our plugins say about the last failure; empty when the library is not loaded or has no error."""
+class Attempt:
+    """A call of TensorRT that may fail: made before it, so that its error carries what was said since, and no more."""
+
+    def __init__(self) -> None:
+        LINES.clear()
+        self._before = _plugin_error()
+
+    def error(self, what: str) -> TokenWeaveError:
+        """The error, with the messages of TensorRT and of our plugins."""
+        newest = _plugin_error()
+        return tensorrt_error(what, also="" if newest == self._before else newest)
+
+
+def _plugin_error() -> str:
+    """The newest error of our plugins; empty when the library is not loaded or has none."""
     return plugin_library().last_error() if plugin_library.cache_info().currsize else ""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import OrderedDict
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from trtllm_tokenweave.device import CudaError, Stream, call, cudart
-from trtllm_tokenweave.engine_context import Array, Binding, Bindings, EngineContext
+from trtllm_tokenweave.engine_context import Binding, Bindings, EngineContext
 from trtllm_tokenweave.errors import TokenWeaveError
 
 #: How many steps without a graph are remembered, for each that may have one.
@@ -39,13 +41,29 @@ class StepCounters:
     reason: str = ""
 
 
-@dataclass(frozen=True, eq=False)
 class _Graph:
-    """A graph, with all that must live as long: its context, and the host values that were bound for it."""
+    """A graph with its context, which keeps what is bound; given back by :meth:`drop` or with the object."""
 
-    executable: Any
-    context: EngineContext
-    hosts: tuple[Array, ...] = field(default=())
+    def __init__(self, executable: Any, context: EngineContext) -> None:
+        self.executable = executable
+        self._finalizer = weakref.finalize(self, _destroy, executable, context)
+        # While the process ends, the driver frees everything itself.
+        self._finalizer.atexit = False
+
+    def drop(self) -> None:
+        """Give everything back when its work is done.
+
+        Raises:
+            CudaError: of a call that failed; the others were made all the same.
+        """
+        self._finalizer()
+
+
+def _destroy(executable: Any, context: EngineContext) -> None:
+    with ExitStack() as last_first:
+        last_first.callback(context.close)
+        last_first.callback(call, "cudaGraphExecDestroy", executable)
+        last_first.callback(context.wait)
 
 
 class StepGraphs:
@@ -53,6 +71,8 @@ class StepGraphs:
 
     A graph serves steps of equal shapes, addresses and host values: plugins read the latter when the graph is
     captured. A step is captured when it comes for the second time, so that steps that never recur cost nothing.
+    A graph keeps the tensors of its step (`Binding.owner`). Given back by :meth:`close`, at the end of a ``with``, or
+    with the object.
 
     Args:
         context: Runs eager steps; graphs get siblings of it.
@@ -78,6 +98,7 @@ class StepGraphs:
             UserError, TokenWeaveError: as `EngineContext.step`. A capture that fails is no error: the step runs
                 eagerly, and is counted.
         """
+        self.context.check_open()
         key = step_key(inputs, outputs)
         graph = self._graphs.get(key)
         if graph is not None:
@@ -106,48 +127,52 @@ class StepGraphs:
             self._note(error)
             self.context.step(inputs, outputs, stream)
             return False
-        hosts = {name: np.array(b.host, copy=True) for name, b in inputs.items() if b.host is not None}
-        own = {name: Binding.on_host(hosts[name]) if name in hosts else b for name, b in inputs.items()}
+        own = {name: b if b.host is None else Binding.on_host(b.host.copy()) for name, b in inputs.items()}
         try:
             # TensorRT defers work after a change of shapes; it must be done before a capture.
             context.step(own, outputs, stream)
         except TokenWeaveError:
-            _close(context, stream)
+            context.close()
             raise
         try:
             executable = capture(context, stream)
         except TokenWeaveError as error:
             self._note(error)
-            _close(context, stream)
+            context.close()
             return False
-        self._graphs[key] = _Graph(executable, context, tuple(hosts.values()))
+        self._graphs[key] = _Graph(executable, context)
         self.counters.captured += 1
         while len(self._graphs) > self.capacity:
-            self._drop(self._graphs.popitem(last=False)[1], stream)
             self.counters.evicted += 1
+            self._graphs.popitem(last=False)[1].drop()
         return True
 
     def _note(self, error: TokenWeaveError) -> None:
         self.counters.fallback += 1
         self.counters.reason = str(error)
 
-    def _drop(self, graph: _Graph, stream: Stream) -> None:
-        # It may still run, and its context and host values with it.
-        stream.synchronize()
-        call("cudaGraphExecDestroy", graph.executable)
-        graph.context.close()
+    def close(self, stream: Stream | None = None) -> None:
+        """Drop all graphs; before the context is closed.
 
-    def close(self, stream: Stream) -> None:
-        """Drop all graphs; before the context is closed."""
-        while self._graphs:
-            self._drop(self._graphs.popitem()[1], stream)
+        Args:
+            stream: Is waited for as well.
 
+        Raises:
+            CudaError: of a call that failed; all graphs are dropped all the same.
+        """
+        with ExitStack() as last_first:
+            while self._graphs:
+                last_first.callback(self._graphs.popitem()[1].drop)
+            if stream is not None:
+                last_first.callback(stream.synchronize)
 
-def _close(context: EngineContext, stream: Stream) -> None:
-    """Close a context whose last step failed, when what it had queued is done."""
-    with suppress(CudaError):
-        stream.synchronize()
-    context.close()
+    def __enter__(self) -> StepGraphs:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def capture(context: EngineContext, stream: Stream) -> Any:

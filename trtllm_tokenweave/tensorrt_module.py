@@ -9,12 +9,14 @@ import ctypes
 import importlib
 import importlib.util
 import logging
+import re
 from collections import deque
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from trtllm_tokenweave.config import TENSORRT_ROOT, read_environment
+from trtllm_tokenweave.device import current_gpu
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
 from trtllm_tokenweave.installed import TENSORRT
 
@@ -69,26 +71,43 @@ def _library_folder() -> Path | None:
     folders = (folder for folder in (root / "lib", root, root / "lib64") if (folder / _LIBRARIES[0]).exists())
     found = next(folders, None)
     if found is None:
-        raise UserError(f"{TENSORRT_ROOT.name} is {root}, and neither it nor its lib holds {_LIBRARIES[0]}")
+        what = f"is {root}, and neither it nor its lib holds {_LIBRARIES[0]}"
+        raise UserError(what, where=TENSORRT_ROOT.name, fix="name the folder of a TensorRT SDK")
     return found
 
 
 def create_builder() -> Any:
     """TensorRT's ``Builder``, with the log of this package.
 
-    TensorRT looks for its kernels (``libnvinfer_builder_resource``, one gigabyte) where the loader does, which knows
-    nothing of TENSORRT_ROOT.
-
     Raises:
+        UserError: TensorRT's kernels cannot be loaded.
         TokenWeaveError: TensorRT makes none; carries its message.
     """
-    trt, folder = tensorrt(), _library_folder()
-    for path in sorted(folder.glob("libnvinfer_builder_resource.so.*")) if folder is not None else ():
-        ctypes.CDLL(str(path))
+    trt = tensorrt()
+    if trt.__name__ == _BINDINGS:
+        _load_kernels()
+    LINES.clear()
     try:
         return trt.Builder(logger())
     except TypeError as error:  # its way to say so
         raise tensorrt_error("TensorRT makes no builder") from error
+
+
+def _load_kernels() -> None:
+    """Load the builder's kernels from TENSORRT_ROOT, of which TensorRT knows nothing.
+
+    They are one large file, or in newer releases one for each compute capability and one of PTX.
+    """
+    folder = _library_folder()
+    if folder is None:
+        return
+    capability = current_gpu().compute_capability.replace(".", "")
+    wanted = re.compile(rf"libnvinfer_builder_resource(_sm{capability}|_ptx)?\.so\..*")
+    for path in sorted(path for path in folder.iterdir() if wanted.fullmatch(path.name)):
+        try:
+            ctypes.CDLL(str(path))
+        except OSError as error:
+            raise UserError(f"cannot be loaded: {error}", where=str(path), fix="install the SDK again") from error
 
 
 class LogLines:
@@ -109,10 +128,14 @@ class LogLines:
             self._errors.append(message.strip())
         self._logger.log(self._LEVELS[min(severity, len(self._LEVELS) - 1)], "%s", message)
 
+    def clear(self) -> None:
+        """Forget the errors so far: before a call whose failure they would not explain."""
+        self._errors.clear()
+
     def take_errors(self) -> str:
         """The newest errors, oldest first, on one line; they are forgotten with that."""
         text = "; ".join(" ".join(error.split()) for error in self._errors)
-        self._errors.clear()
+        self.clear()
         return text
 
 

@@ -162,51 +162,47 @@ def create_plugin(network: Any, key: PluginKey, name: str, fields: Mapping[str, 
     Raises:
         UserError: when no library has registered the creator, or it refuses the fields.
     """
-    recorded = _recorded_plugin(key, name, fields)
+    return _create(network, key, name, fields)[0]
+
+
+def _create(network: Any, key: PluginKey, name: str, fields: Mapping[str, FieldValue]) -> tuple[Any, recorder.Plugin]:
+    """The plugin, and the same as a recorded network has it: its fields are checked and complete."""
+    recorded_creator = recorder.get_plugin_registry().get_creator(*key)
+    if recorded_creator is None:
+        raise _no_creator(key)
+    typed = plugin_fields(key, fields)  # held until the plugin is made: TensorRT's PluginField keeps an address only
+    recorded = recorded_creator.create_plugin(name, typed)
     trt = object_model(network)
     if trt is recorder:
-        return recorded
+        return recorded, recorded
     registry = trt.get_plugin_registry()
     creator = registry.get_creator(*key)
     if creator is None:
         raise _no_creator(key)
-    typed = _typed(key, fields, trt.PluginFieldType)  # held until the plugin is made: PluginField keeps an address only
     collection = trt.PluginFieldCollection(
         # TensorRT knows no field without data: an empty one is left out, and so takes its default.
-        [trt.PluginField(*field) for field in typed if len(field[1])]
+        [trt.PluginField(f.name, f.data, getattr(trt.PluginFieldType, f.type.name)) for f in typed if len(f.data)]
     )
     args = (name, collection)
     plugin = creator.create_plugin(*args) if recorded.spec.v2 else creator.create_plugin(*args, trt.TensorRTPhase.BUILD)
     if plugin is None:
         fix = "see the plugin library's message in TensorRT's log"
         raise UserError(f"creator {key[0]!r} refused the fields of {name!r}", where="plugin registry", fix=fix)
-    return plugin
-
-
-def _recorded_plugin(key: PluginKey, name: str, fields: Mapping[str, FieldValue]) -> recorder.Plugin:
-    """The plugin as a recorded network has it: its fields are checked and complete."""
-    creator = recorder.get_plugin_registry().get_creator(*key)
-    if creator is None:
-        raise _no_creator(key)
-    return creator.create_plugin(name, plugin_fields(key, fields))
+    return plugin, recorded
 
 
 def plugin_fields(key: PluginKey, fields: Mapping[str, FieldValue]) -> list[recorder.PluginField]:
     """The fields of a plugin with the types that its creator expects."""
-    return [recorder.PluginField(*field) for field in _typed(key, fields, recorder.PluginFieldType)]
+    creator = recorder.get_plugin_registry().get_creator(*key)
+    listed = {} if creator is None else {f.name: f.type.name for f in creator.spec.fields}
+    kinds = {name: listed.get(name) or _type_of(value) for name, value in fields.items()}
+    types = recorder.PluginFieldType
+    return [recorder.PluginField(n, _field_data(v, kinds[n]), types[kinds[n]]) for n, v in fields.items()]
 
 
 def _no_creator(key: PluginKey) -> UserError:
     what = f"no plugin creator {key[0]!r} version {key[1]} in namespace {key[2]!r}"
     return UserError(what, where="plugin registry", fix="load the plugin library first")
-
-
-def _typed(key: PluginKey, fields: Mapping[str, FieldValue], types: Any) -> list[tuple[str, Any, Any]]:
-    """Name, data and type of each field, as ``PluginField`` takes them."""
-    creator = recorder.get_plugin_registry().get_creator(*key)
-    listed = {} if creator is None else {f.name: f.type.name for f in creator.spec.fields}
-    kinds = {name: listed.get(name) or _type_of(value) for name, value in fields.items()}
-    return [(name, _field_data(value, kinds[name]), getattr(types, kinds[name])) for name, value in fields.items()]
 
 
 _NUMPY = {"INT8": np.int8, "INT32": np.int32, "INT64": np.int64, "FLOAT32": np.float32}
@@ -226,13 +222,19 @@ def _field_data(value: FieldValue, kind: str) -> Any:
 
 
 def add_plugin(network: Any, key: PluginKey, name: str, fields: Mapping[str, FieldValue], inputs: list[Any]) -> Any:
-    """Create a plugin and add the layer that runs it; returns the layer, named ``name``."""
-    recorded = _recorded_plugin(key, name, fields)
-    plugin = create_plugin(network, key, name, fields)
+    """Create a plugin and add the layer that runs it; returns the layer, named ``name``.
+
+    Raises:
+        UserError: as `create_plugin`, or the layer is refused, or its name.
+    """
+    plugin, recorded = _create(network, key, name, fields)
     layer = network.add_plugin_v2(inputs, plugin) if recorded.spec.v2 else network.add_plugin_v3(inputs, [], plugin)
     if layer is None:
         raise UserError(f"plugin {key[0]!r} refused its inputs", where=f"layer {name}", fix="see TensorRT's log")
     layer.name = name
+    if layer.name != name:  # TensorRT's way to refuse it, and a line in its log
+        what = f"another layer has this name: TensorRT keeps {layer.name!r}"
+        raise UserError(what, where=f"layer {name}", fix="give every layer a name of its own")
     note_plugin(network, name, key, recorded.fields)
     return layer
 

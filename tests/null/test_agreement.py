@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 
 from trtllm_tokenweave.agreement import gather_json, on_all_ranks
-from trtllm_tokenweave.comm import CommBackend, LocalComm, SingleComm, run_ranks
+from trtllm_tokenweave.comm import CommBackend, CommError, LocalComm, SingleComm, run_ranks
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
 
 
@@ -61,6 +62,15 @@ def test_the_first_of_several_is_named() -> None:
             raise UserError(f"broken {comm.rank}")
 
     assert {str(e) for e in outcomes(action)} == {"rank 1: broken 1"}
+
+
+def test_an_action_may_take_longer_than_the_groups_limit() -> None:
+    def body(comm: LocalComm, timeout: float | None) -> None:
+        on_all_ranks(comm, "long", lambda: time.sleep(0.4 * comm.rank), timeout)
+
+    run_ranks([partial(body, c, 20.0) for c in LocalComm.group(2, timeout=0.1)])
+    with pytest.raises(CommError, match=r"waits in 'long': no answer within 0\.1 s"):
+        run_ranks([partial(body, c, None) for c in LocalComm.group(2, timeout=0.1)])
 
 
 def test_a_single_rank_is_not_named() -> None:

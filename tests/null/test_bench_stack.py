@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -13,14 +14,16 @@ from support.models import small
 from support.stack import run
 
 from trtllm_tokenweave.bench.stack import StackBench, StackRunner
-from trtllm_tokenweave.bench.stack_network import VARIANTS, Stack, Variant
-from trtllm_tokenweave.comm import CommBackend, LocalComm, run_ranks
+from trtllm_tokenweave.bench.stack_network import VARIANTS, Gemm, Stack, Variant
+from trtllm_tokenweave.comm import CommBackend, LocalComm, SingleComm, run_ranks
+from trtllm_tokenweave.device import CudaError
 from trtllm_tokenweave.errors import TokenWeaveError
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.network import Graph
 from trtllm_tokenweave.passes import WeaveOptions, verify
 from trtllm_tokenweave.patterns import is_all_reduce
 from trtllm_tokenweave.recorder import RecordedNetwork
+from trtllm_tokenweave.step_graphs import StepCounters
 from trtllm_tokenweave.table import TuningTable
 from trtllm_tokenweave.waves import table_key
 
@@ -69,6 +72,74 @@ def test_weights_differ_by_rank_and_layer_and_norms_do_not() -> None:
         assert weight.dtype == ml_dtypes.bfloat16
         if weight.ndim == 1:
             np.testing.assert_array_equal(weight, second[name])
+
+
+def test_the_weaves_gemms_are_an_argument() -> None:
+    shared = stack(0)
+    names = [node.plugin_name for gemm in ("trt", "budget") for node in woven_by(shared, gemm).live]
+    assert names.count("Gemm")
+    assert not [node for node in woven_by(shared, "trt").live if node.plugin_name == "Gemm"]
+
+
+def woven_by(shared: Stack, gemm: Gemm) -> Graph:
+    network = RecordedNetwork()
+    shared.build(network, "woven", gemm)
+    return Graph(network)
+
+
+class FakeGraphs:
+    """Graphs of one rank: a step is captured at once, or never; they cannot be closed."""
+
+    def __init__(self, captures: bool) -> None:
+        self.captures, self.captured = captures, False
+        self.counters = StepCounters(reason="no memory")
+
+    def has(self, *_: Any) -> bool:
+        return self.captured
+
+    def step(self, *_: Any) -> None:
+        self.captured = self.captures
+        self.counters.fallback += not self.captures
+
+    def close(self) -> None:
+        raise CudaError("cudaGraphExecDestroy: error 700")
+
+
+class Prepared(StackRunner):
+    """A runner with engines that only have graphs."""
+
+    def __init__(self, comm: CommBackend, captures: bool = True) -> None:
+        self.comm = comm
+        self.stream = cast("Any", SimpleNamespace(synchronize=self.fail))
+        self.closed: list[str] = []
+        self.engines = {name: self.running(name, captures) for name in ("stock", "fuse_only")}
+
+    def running(self, name: str, captures: bool) -> Any:
+        graphs, context = FakeGraphs(captures), SimpleNamespace(close=lambda: self.closed.append(name))
+        return SimpleNamespace(graphs=graphs, context=context)
+
+    def fail(self) -> None:
+        raise CudaError("cudaStreamSynchronize: error 700")
+
+    def bindings(self, _tokens: int) -> tuple[Any, Any]:
+        return {}, {}
+
+
+def test_a_capture_that_fails_on_one_rank_is_every_ranks_error() -> None:
+    def job(comm: CommBackend) -> str:
+        with pytest.raises(TokenWeaveError) as raised:
+            Prepared(comm, captures=comm.rank == 0).queue("stock", 64, "graph")
+        return str(raised.value)
+
+    assert set(on_two_ranks(job)) == {"rank 1: stock, 64 tokens: no memory"}
+    assert len(on_two_ranks(lambda comm: Prepared(comm).queue("stock", 64, "graph"))) == 2
+
+
+def test_close_goes_on_after_an_error() -> None:
+    runner = Prepared(SingleComm())
+    with pytest.raises(CudaError, match="error 700"):
+        runner.close()
+    assert sorted(runner.closed) == ["fuse_only", "stock"]
 
 
 class Timed(StackRunner):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trtllm_tokenweave.bench.timeline import Kernel, document, is_collective, parse, summary
+from trtllm_tokenweave.bench.timeline import Kernel, is_collective, parse, rows, summary
 
 OURS = "void tokenweave::all_reduce_rms_norm_kernel<__nv_bfloat16>(tokenweave::KernelArgs)"
 
@@ -49,4 +49,8 @@ def test_overlap_is_counted_once() -> None:
         "idle_us": 60.0,
     }
     assert summary([])["whole_us"] == 0.0
-    assert len(document(kernels)["kernels"][1]["name"]) == 80
+
+
+def test_rows() -> None:
+    (row,) = rows([Kernel(OURS * 2, 2, 40, 140)])
+    assert row == {"name": (OURS * 2)[:80], "stream": 2, "start_us": 40, "end_us": 140}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -266,7 +267,16 @@ def test_profiles_for_small_steps_need_no_split(trt: ModuleType) -> None:
 
 def test_an_optimum_that_cannot_be_told(trt: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     checked([profile(1, 1, 256, name="other")])
-    assert "cannot tell whether its optimum is split: 'x' is no input with a range" in caplog.text
+    assert "profiles [0]: cannot tell whether their optimum is split: 'x' is no input with a range" in caplog.text
+
+
+def test_profiles_after_one_that_cannot_be_told_are_checked(trt: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    high = table(min_tokens=100)
+    unknown = [profile(1, 1, 256, name="other"), profile(1, 1, 256, name="other")]
+    with pytest.raises(UserError, match="profile 2, input x: its optimum of 99 tokens"):
+        checked([*unknown, profile(1, 99, 256)], table=high)
+    (record,) = caplog.records
+    assert "profiles [0, 1]: cannot tell" in record.getMessage()
 
 
 # ---- opt_num_tokens
@@ -419,7 +429,13 @@ def test_without_a_gpu_tensorrt_is_not_touched(fake: FakeBuild, cuda: FakeRuntim
 # ---- several ranks
 
 
-def build_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, failing: int | None = None) -> tuple[list[Any], Any]:
+def build_ranks(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failing: int | None = None,
+    without_cache: int | None = None,
+    takes: float = 0.0,
+) -> tuple[list[Any], Any]:
     """What three ranks get, or the error of each; and (rank, timings that it started from) in order."""
     order: list[tuple[int, bytes | None]] = []
 
@@ -429,18 +445,21 @@ def build_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, failing: int | No
         order.append((rank, cache.read_bytes() if cache.exists() else None))
         if rank == failing:
             raise UserError("does not fit", where="profile")
-        cache.write_bytes(bytes([200, rank]))
+        time.sleep(takes)
+        if folder.is_dir():
+            cache.write_bytes(bytes([200, rank]))
         return f"plan {rank}"
 
     def job(comm: LocalComm) -> Any:
         made: Any = comm.rank
         try:
-            return build_on_all_ranks(comm, made, settings(timing_cache=folder / f"{comm.rank}.cache"))
-        except UserError as error:
+            cache = None if comm.rank == without_cache else folder / f"{comm.rank}.cache"
+            return build_on_all_ranks(comm, made, settings(timing_cache=cache))
+        except TokenWeaveError as error:
             return str(error)
 
     monkeypatch.setattr(builder, "build", fake_build)
-    return run_ranks([partial(job, comm) for comm in LocalComm.group(3)]), order
+    return run_ranks([partial(job, comm) for comm in LocalComm.group(3, timeout=takes / 2 or 20)]), order
 
 
 def test_other_ranks_start_from_rank_0s_timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,6 +477,19 @@ def test_a_rank_that_cannot_build_stops_all(tmp_path: Path, monkeypatch: pytest.
     assert len(order) == (1 if failing == 0 else 3)
 
 
-def test_ranks_need_a_timing_cache() -> None:
-    with pytest.raises(UserError, match="timing_cache: is not given"):
-        build_on_all_ranks(LocalComm.group(1)[0], make, settings())
+def test_ranks_need_a_timing_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors, order = build_ranks(tmp_path, monkeypatch, without_cache=1)
+    assert errors == ["rank 1, timing_cache: is not given. Fix: name a file, each rank its own"] * 3
+    assert not order
+
+
+def test_timings_of_rank_0_that_cannot_be_read_stop_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors, order = build_ranks(tmp_path / "gone", monkeypatch)
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("rank 0: [Errno 2] No such file")
+    assert len(order) == 1
+
+
+def test_ranks_wait_for_a_build_longer_than_for_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, _ = build_ranks(tmp_path, monkeypatch, takes=0.6)
+    assert plans == ["plan 0", "plan 1", "plan 2"]

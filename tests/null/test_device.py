@@ -64,7 +64,7 @@ def test_a_failed_allocation_names_the_call(cuda: FakeRuntime) -> None:
 
 
 def test_gpu(cuda: FakeRuntime) -> None:
-    assert current_gpu() == Gpu("Test GPU", "9.0", driver="13.0", runtime="12.8")
+    assert current_gpu() == Gpu("Test GPU", "9.0", driver="13.0")
 
 
 def test_a_machine_without_a_gpu_is_a_users_error(cuda: FakeRuntime) -> None:
@@ -84,7 +84,14 @@ def test_streams(cuda: FakeRuntime) -> None:
     stream.synchronize()
     stream.destroy()
     stream.destroy()
+    stream.synchronize()
+    assert cuda.calls[-2:] == ["cudaStreamSynchronize", "cudaStreamDestroy"]
     assert cuda.calls.count("cudaStreamDestroy") == 1
+    with Stream() as other:
+        other.synchronize()
+    forgotten = Stream()
+    del forgotten
+    assert cuda.calls.count("cudaStreamDestroy") == 3
 
 
 def test_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:

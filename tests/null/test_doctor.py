@@ -111,6 +111,22 @@ def test_compiled_libraries(output: str | None, status: str, version: str) -> No
         assert (found.status, found.version, found.where) == (status, version, where)
 
 
+@pytest.mark.parametrize(("output", "status"), [("", "ok"), (None, "unsupported")])
+def test_reference_library(output: str | None, status: str) -> None:
+    there = machine(outputs={} if output is None else {sys.executable: output})
+    found = finding(replace(there, compiled=lambda name: Path(f"/lib{name}.so")), "reference")
+    assert (found.status, found.where) == (status, "/libtokenweave_reference.so")
+    assert finding(there, "reference").status == "missing"
+
+
+def test_reference_library_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "libtokenweave_reference.so"
+    path.write_text("no library")
+    here = this_machine(read_environment({"TOKENWEAVE_REFERENCE_LIBRARY": str(path)}))
+    found = finding(replace(machine(), output=here.output, compiled=here.compiled), "reference")
+    assert (found.status, found.where) == ("unsupported", str(path))
+
+
 def test_compiled_library_is_asked_for_its_version(tmp_path: Path) -> None:
     path = tmp_path / "libtokenweave.so"
     path.write_text("no library")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_tokenweave import libraries
+from trtllm_tokenweave import __version__, libraries
 from trtllm_tokenweave.config import Environment, read_environment
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.libraries import LibraryName, find_library, load_library
@@ -59,6 +59,34 @@ def test_no_library(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None
     (places[0] / "libtokenweave_trt.so").touch()
     with pytest.raises(UserError, match=r"package/lib/libtokenweave_trt\.so: cannot be loaded: .*too short"):
         load_library("tokenweave_trt")
+
+
+class Loaded:
+    """A library as ctypes has it; ``version`` None: it has no twVersion."""
+
+    def __init__(self, version: str | None) -> None:
+        if version is not None:
+            self.twVersion = lambda: version.encode()
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (None, "is another library: it has no twVersion"),
+        ("0.0.1", f"is of version 0.0.1, but {__version__} is needed"),
+        (__version__, None),
+    ],
+)
+def test_other_libraries_and_versions(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, message: str | None
+) -> None:
+    monkeypatch.setenv("TOKENWEAVE_LIBRARY", "/there.so")
+    monkeypatch.setattr("ctypes.CDLL", lambda _path: Loaded(version))
+    if message is None:
+        assert load_library("tokenweave").twVersion().decode() == version
+    else:
+        with pytest.raises(UserError, match=rf"^/there\.so: {message}\. Fix: .*TOKENWEAVE_LIBRARY"):
+            load_library("tokenweave")
 
 
 def test_a_library_that_the_variable_names_and_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

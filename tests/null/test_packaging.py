@@ -134,4 +134,4 @@ def test_libraries_of_something_else_are_refused(tmp_path: Path) -> None:
     libm = re.search(r"\S+/libm\.so\.6", Path("/proc/self/maps").read_text(encoding="utf-8"))
     assert libm is not None
     (found,) = refusal(pack(tmp_path, Path(libm.group())))
-    assert "undefined symbol: twVersion" in found
+    assert "is another library: it has no twVersion" in found

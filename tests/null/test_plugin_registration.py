@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ from trtllm_tokenweave import plugin_library, tensorrt_module
 from trtllm_tokenweave.c_interface import LibraryError, Status
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.libraries import find_library, load_library
-from trtllm_tokenweave.plugin_library import Counters, PluginLibrary, plugin_error, register
+from trtllm_tokenweave.plugin_library import Attempt, Counters, PluginLibrary, register
 
+CDLL = ctypes.CDLL
 HEADER = Path(__file__).resolve().parents[2] / "plugins/trt/include/tokenweave/plugins.h"
 
 
@@ -49,6 +51,7 @@ def registry(trt: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     trt.__dict__["get_plugin_registry"] = lambda: made
     monkeypatch.setattr(plugin_library, "_registered", set())
+    monkeypatch.setattr("ctypes.CDLL", lambda _path: None)
     for name in made.holds:
         (tmp_path / name).touch()
     return made
@@ -62,9 +65,20 @@ def test_a_library_is_registered_once(registry: Registry, tmp_path: Path) -> Non
     assert registry.loads == [str(tmp_path / "ours.so")]
 
 
-def test_another_copy_of_the_same_plugins_serves(registry: Registry, tmp_path: Path) -> None:
+def test_another_copy_of_the_same_plugins_is_refused(registry: Registry, tmp_path: Path) -> None:
+    """TensorRT would run that one, and this one's counters, errors and memory would be asked for."""
     register(tmp_path / "ours.so", ("A", "B"))
-    register(tmp_path / "copy.so", ("A", "B"))
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"copy\.so: another library has registered its plugins A, B\. Fix: load"):
+            register(tmp_path / "copy.so", ("A", "B"))
+    register(tmp_path / "ours.so", ("A", "B"))
+
+
+def test_what_the_loader_says_comes_first(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", CDLL)
+    with pytest.raises(UserError, match=r"none\.so: cannot be loaded: .*file too short"):
+        register(tmp_path / "none.so")
+    assert not registry.loads
 
 
 def test_other_libraries(registry: Registry, tmp_path: Path) -> None:
@@ -78,14 +92,16 @@ def test_other_libraries(registry: Registry, tmp_path: Path) -> None:
         ("gone.so", "gone.so: there is no such file. Fix: build it"),
         ("part.so", "part.so: TensorRT does not know its plugins B. Fix: build it with the headers of TensorRT 10.6.0"),
         ("none.so", "none.so: TensorRT does not know its plugins A, B: no getCreators"),
-        ("bad.so", "bad.so: TensorRT cannot load it: undefined symbol"),
+        ("bad.so", "bad.so: cannot be loaded: undefined symbol"),
     ],
 )
 def test_libraries_that_do_not_serve(registry: Registry, tmp_path: Path, file: str, message: str) -> None:
+    tensorrt_module.LINES.record(1, "an earlier error")
     for _ in range(2):  # a failure is not remembered as a success
         with pytest.raises(UserError) as caught:
             register(tmp_path / file, ("A", "B"))
         assert message in str(caught.value)
+        assert "earlier" not in str(caught.value)
 
 
 def test_a_library_without_any_plugin(registry: Registry, tmp_path: Path) -> None:
@@ -130,6 +146,25 @@ def test_memory_and_errors() -> None:
     assert library.last_error() == "rank 1 is gone"
 
 
-def test_a_library_that_was_never_loaded_has_no_error() -> None:
-    plugin_library.plugin_library.cache_clear()
-    assert plugin_error() == ""
+class Said:
+    """A plugin library with a last error."""
+
+    text = "an earlier error"
+
+    def last_error(self) -> str:
+        return self.text
+
+
+def test_an_error_says_what_was_said_since_the_call_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = Said()
+    loaded = cache(lambda: said)
+    monkeypatch.setattr(plugin_library, "plugin_library", loaded)
+    assert str(Attempt().error("no step")) == "no step: TensorRT gave no reason"  # nothing is loaded
+    loaded()
+    tensorrt_module.LINES.record(1, "Skipping tactic 0x42")
+    attempt = Attempt()
+    assert str(attempt.error("no step")) == "no step: TensorRT gave no reason"
+    tensorrt_module.LINES.record(1, "Error Code 2")
+    said.text = "rank 1 is gone"
+    assert str(attempt.error("no step")) == "no step: rank 1 is gone; Error Code 2"
+    assert str(Attempt().error("no step")) == "no step: TensorRT gave no reason"

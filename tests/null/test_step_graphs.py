@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
+from collections.abc import Iterator
 from types import ModuleType
 
 import numpy as np
@@ -10,13 +13,14 @@ import pytest
 from support.fake_gpu import CAPTURE_INVALID, FakeEngine, FakeRuntime
 
 from trtllm_tokenweave.comm import SingleComm
-from trtllm_tokenweave.device import DeviceArray, Stream
+from trtllm_tokenweave.device import CudaError, DeviceArray, Stream
 from trtllm_tokenweave.engine import Engine, EngineConfig
 from trtllm_tokenweave.engine_context import Binding, Bindings
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
 from trtllm_tokenweave.manifest import Manifest, tensor_specs
 from trtllm_tokenweave.step_graphs import StepGraphs, step_key
 from trtllm_tokenweave.table import TableKey, TuningTable
+from trtllm_tokenweave.tensorrt_module import LINES
 
 
 def make_engine(fake: FakeEngine) -> Engine:
@@ -24,7 +28,6 @@ def make_engine(fake: FakeEngine) -> Engine:
     manifest = Manifest(
         library="0",
         tensorrt="10.6.0",
-        cuda_runtime="12.8",
         cuda_driver="13.0",
         gpu="Test GPU",
         compute_capability="9.0",
@@ -75,8 +78,13 @@ class Runner:
 
 
 @pytest.fixture
-def runner(cuda: FakeRuntime, trt: ModuleType) -> Runner:
-    return Runner(cuda)
+def runner(cuda: FakeRuntime, trt: ModuleType) -> Iterator[Runner]:
+    made = Runner(cuda)
+    graphs = weakref.ref(made.graphs)
+    yield made
+    cuda.fails.clear()
+    if (left := graphs()) is not None:
+        left.close()  # before the runtime is gone
 
 
 def test_a_step_is_captured_when_it_recurs_and_replayed_from_then_on(runner: Runner) -> None:
@@ -190,6 +198,7 @@ def test_a_graph_keeps_the_host_values_that_it_was_captured_with(runner: Runner)
     host = inputs["host_factor"].host
     assert host is not None
     host[0] = 99
+    gc.collect()
     bound = runner.fake.contexts[1].addresses["host_factor"]
     assert bound != inputs["host_factor"].address
     assert ctypes.c_int32.from_address(bound).value == 3
@@ -213,6 +222,69 @@ def test_close_drops_everything(runner: Runner, cuda: FakeRuntime) -> None:
     assert all(address != runner.context.address for address in cuda.memory)
 
 
+def test_close_goes_on_after_an_error(cuda: FakeRuntime, trt: ModuleType) -> None:
+    runner = Runner(cuda, capacity=3)
+    for rows in (1, 2, 3):
+        runner.step(rows)
+        runner.step(rows)
+    assert len(cuda.graphs) == 3
+    cuda.fails["cudaStreamSynchronize"] = 700
+    with pytest.raises(CudaError, match="cudaStreamSynchronize: error 700"):
+        runner.graphs.close()
+    assert not cuda.graphs
+    del cuda.fails["cudaStreamSynchronize"]
+    runner.graphs.close(runner.stream)
+
+
+def test_graphs_go_with_their_owner(runner: Runner, cuda: FakeRuntime) -> None:
+    for _ in range(2):
+        runner.step(4)
+    memory = runner.context.address
+    assert cuda.graphs
+    del runner.graphs, runner.context, runner.fake
+    gc.collect()
+    assert not cuda.graphs
+    assert memory not in cuda.memory
+
+
+def test_with_closes_in_order_also_after_an_error(cuda: FakeRuntime, trt: ModuleType) -> None:
+    runner = Runner(cuda)
+
+    def run() -> None:
+        with (
+            Stream() as runner.stream,
+            make_engine(runner.fake).context() as runner.context,
+            StepGraphs(runner.context) as runner.graphs,
+        ):
+            cuda.calls.clear()
+            for _ in range(2):
+                runner.step(4)
+            runner.fake.refuses = "always"
+            runner.step(5)
+
+    with pytest.raises(TokenWeaveError, match="the test refuses"):
+        run()
+    order = [call for call in cuda.calls if call in ("cudaGraphExecDestroy", "cudaFree", "cudaStreamDestroy")]
+    assert order == ["cudaGraphExecDestroy", "cudaFree", "cudaStreamDestroy"]
+
+
+def test_a_closed_context_runs_nothing(runner: Runner) -> None:
+    bound = runner.bindings(4, 3)
+    for _ in range(2):
+        runner.graphs.step(*bound, runner.stream)
+    assert runner.graphs.has(*bound)
+    runner.context.close()
+    for run in (
+        lambda: runner.graphs.step(*bound, runner.stream),
+        lambda: runner.context.step(*bound, runner.stream),
+        lambda: runner.context.enqueue(runner.stream),
+        runner.context.sibling,
+    ):
+        with pytest.raises(TokenWeaveError, match="the execution context is closed: make another one"):
+            run()
+    runner.context.close()
+
+
 def test_keys_do_not_depend_on_the_order_of_names(runner: Runner) -> None:
     inputs, outputs = runner.bindings(4, 3)
     assert step_key({name: inputs[name] for name in sorted(inputs, reverse=True)}, outputs) == step_key(inputs, outputs)
@@ -226,6 +298,50 @@ def test_a_context_has_memory_of_its_own(runner: Runner, cuda: FakeRuntime) -> N
     address, size = runner.fake.contexts[0].memory
     assert size == 1000
     assert address in cuda.memory
+
+
+def test_what_is_bound_lives_until_the_next_call(runner: Runner, cuda: FakeRuntime) -> None:
+    x, out = DeviceArray.from_numpy(np.ones((4, 4), np.float32)), DeviceArray((4, 4), np.float32)
+    address, alive = x.address, weakref.ref(x)
+    inputs = {"x": Binding.device(x), "host_factor": Binding.on_host(np.array([[3], [4]], np.int32)[::2, 0])}
+    runner.context.bind(inputs, {"out": Binding.device(out)})
+    del x, inputs
+    gc.collect()
+    assert address in cuda.memory
+    runner.context.enqueue(runner.stream)
+    assert np.array_equal(out.to_numpy(), np.full((4, 4), 3))
+    runner.context.bind(*runner.bindings(2, 3))
+    gc.collect()
+    assert alive() is None
+    assert address not in cuda.memory
+
+
+def test_a_binding_keeps_its_array(cuda: FakeRuntime) -> None:
+    binding = Binding.device(DeviceArray((4, 4), np.float32))
+    gc.collect()
+    assert binding.address in cuda.memory
+    strided = Binding.on_host(np.arange(6, dtype=np.int32)[::2])
+    gc.collect()
+    assert [ctypes.c_int32.from_address(strided.address + 4 * i).value for i in range(3)] == [0, 2, 4]
+    assert Binding.on_host(np.array(5)).shape == ()
+
+
+def test_nothing_is_queued_before_it_is_bound(runner: Runner) -> None:
+    with pytest.raises(TokenWeaveError, match="no tensors are bound"):
+        runner.context.enqueue(runner.stream)
+    runner.step(4)
+    inputs, outputs = runner.bindings(9, 3)
+    with pytest.raises(UserError, match="does not fit the engine"):
+        runner.context.bind(inputs, outputs)
+    with pytest.raises(TokenWeaveError, match="no tensors are bound: `bind` was not called, or it failed"):
+        runner.context.enqueue(runner.stream)
+
+
+def test_errors_of_earlier_calls_are_no_reasons(runner: Runner) -> None:
+    LINES.record(1, "Skipping tactic 0x42 due to insufficient memory")
+    runner.fake.insufficient = ["x"]
+    with pytest.raises(TokenWeaveError, match="cannot tell the shapes of x: TensorRT gave no reason"):
+        runner.step(4)
 
 
 #: What replaces an input or an output (None: it is left out), and what is said about it.

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support.fake_gpu import fake_tensorrt, install_tensorrt
+from support.fake_gpu import FakeRuntime, fake_tensorrt, install_tensorrt
 
 from trtllm_tokenweave import tensorrt_module
 from trtllm_tokenweave.config import read_environment
@@ -37,6 +37,7 @@ def lonely(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv("TENSORRT_ROOT", raising=False)
     yield monkeypatch
     tensorrt.cache_clear()
+    logger.cache_clear()
 
 
 def bindings(version: str = "10.6.0") -> ModuleType:
@@ -67,7 +68,7 @@ def test_neither(lonely: pytest.MonkeyPatch) -> None:
 def test_a_root_without_the_library(lonely: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lonely.setitem(sys.modules, "tensorrt_bindings", bindings())
     lonely.setenv("TENSORRT_ROOT", str(tmp_path))
-    with pytest.raises(UserError, match=r"neither it nor its lib holds libnvinfer\.so\.10"):
+    with pytest.raises(UserError, match=r"TENSORRT_ROOT: is .*neither it nor its lib holds libnvinfer\.so\.10"):
         tensorrt()
 
 
@@ -116,6 +117,8 @@ def test_the_real_bindings() -> None:
 def test_a_builder_that_cannot_be_made(lonely: pytest.MonkeyPatch) -> None:
     module = fake_tensorrt()
 
+    LINES.record(1, "an earlier error")
+
     def no_builder(_log: Any) -> Any:
         LINES.record(1, "Unable to load library: libnvinfer_builder_resource.so.10.6.0")
         raise TypeError("pybind11::init(): factory function returned nullptr")
@@ -126,18 +129,54 @@ def test_a_builder_that_cannot_be_made(lonely: pytest.MonkeyPatch) -> None:
         create_builder()
 
 
-def test_the_builders_kernels_are_loaded_from_tensorrt_root(lonely: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def sdk(lonely: pytest.MonkeyPatch, tmp_path: Path, cuda: FakeRuntime) -> Path:
+    """The libraries of an SDK that TENSORRT_ROOT names, all empty; the bindings that go with it are there."""
     (tmp_path / "lib").mkdir()
-    for name in ("libnvinfer.so.10", "libnvinfer_builder_resource.so.10.6.0"):
-        (tmp_path / "lib" / name).touch()
+    (tmp_path / "lib" / "libnvinfer.so.10").touch()
     lonely.setenv("TENSORRT_ROOT", str(tmp_path))
+    module = bindings()
+    module.__dict__.update(Builder=lambda _log: "builder", ILogger=type("ILogger", (), {}))
+    lonely.setitem(sys.modules, "tensorrt_bindings", module)
+    lonely.setattr(tensorrt_module, "_load_libraries", lambda: None)
+    return tmp_path / "lib"
+
+
+KERNELS = "libnvinfer_builder_resource"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["", "_win"], [""]),
+        (["_ptx", "_sm100", "_sm90", "_sm89", "_sm9", "_win_sm90"], ["_ptx", "_sm90"]),
+        ([], []),
+    ],
+)
+def test_the_builders_kernels_are_loaded_from_tensorrt_root(
+    sdk: Path, lonely: pytest.MonkeyPatch, files: list[str], expected: list[str]
+) -> None:
+    for suffix in files:
+        (sdk / f"{KERNELS}{suffix}.so.10.6.0").touch()
     loaded: list[str] = []
     lonely.setattr("ctypes.CDLL", lambda path: loaded.append(path))
+    assert create_builder() == "builder"
+    assert loaded == [str(sdk / f"{KERNELS}{suffix}.so.10.6.0") for suffix in expected]
+
+
+def test_damaged_kernels(sdk: Path) -> None:
+    (sdk / f"{KERNELS}.so.10.6.0").touch()
+    with pytest.raises(UserError, match=rf"{KERNELS}\.so\.10\.6\.0: cannot be loaded: .*too short.* Fix: install"):
+        create_builder()
+
+
+def test_a_package_brings_its_own_kernels(lonely: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """TENSORRT_ROOT may be there for the headers only."""
+    lonely.setenv("TENSORRT_ROOT", str(tmp_path))
     module = fake_tensorrt()
     module.__dict__["Builder"] = lambda _log: "builder"
     lonely.setitem(sys.modules, "tensorrt", module)
     assert create_builder() == "builder"
-    assert loaded == [str(tmp_path / "lib" / "libnvinfer_builder_resource.so.10.6.0")]
 
 
 # ---- the log

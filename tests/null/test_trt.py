@@ -248,6 +248,37 @@ def test_what_a_plugin_of_tensorrt_runs_is_remembered(tensorrt: FakeTensorRT) ->
     assert seam.plugin_of(network, _PluginV3("PLUGIN_V2", "other"))[0] == ALL_REDUCE
 
 
+class _Stubborn(_Layer):
+    """A layer that keeps its name, as TensorRT's do when another layer has the new one: a line in the log says so."""
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        if attribute != "name" or not hasattr(self, "name"):
+            super().__setattr__(attribute, value)
+
+
+def test_a_name_that_tensorrt_refuses_changes_no_notes(tensorrt: FakeTensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = _Network()
+    layer = seam.add_plugin(network, JOIN, "join", JOIN_FIELDS, [object()])
+    monkeypatch.setattr(network, "add_plugin_v3", lambda *_: _Stubborn("PLUGIN_V3", "old"))
+    with pytest.raises(UserError, match=r"layer join: another layer has this name: TensorRT keeps 'old'\. Fix: give"):
+        seam.add_plugin(network, JOIN, "join", JOIN_FIELDS | {"site": 9}, [object()])
+    assert seam.plugin_of(network, layer)[1]["site"] == 3
+
+
+def test_a_plugin_is_made_once(tensorrt: FakeTensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed: list[str] = []
+    real = seam.plugin_fields
+
+    def plugin_fields(key: Any, fields: Any) -> Any:
+        typed.append(key[0])
+        return real(key, fields)
+
+    monkeypatch.setattr(seam, "plugin_fields", plugin_fields)
+    seam.add_plugin(_Network(), JOIN, "join", JOIN_FIELDS, [object()])
+    assert typed == ["StreamJoin"]
+    assert [fields for _, fields, _ in tensorrt.created] == [JOIN_FIELDS]
+
+
 def test_an_empty_field_is_left_out(tensorrt: FakeTensorRT) -> None:
     fields: dict[str, Any] = dict.fromkeys(("tp_rank", "type_id", "kind", "site", "half"), 0)
     fields |= {"group": np.arange(2), "eps": 0.0}
@@ -263,8 +294,8 @@ def test_refusals_of_tensorrt(tensorrt: FakeTensorRT) -> None:
     tensorrt.refuse = True
     with pytest.raises(UserError, match="creator 'StreamJoin' refused the fields of 'join'"):
         seam.create_plugin(_Network(), JOIN, "join", JOIN_FIELDS)
-    with pytest.raises(UserError, match="no plugin creator 'TokenWeaveBatchSplit'"):
-        seam.create_plugin(_Network(), ("TokenWeaveBatchSplit", "1", "tokenweave"), "split", {})
+    with pytest.raises(UserError, match="no plugin creator 'Gemm'"):
+        seam.create_plugin(_Network(), ("Gemm", "1", "tokenweave"), "gemm", {"type_id": 0, "transb": 1, "kind": 1})
 
 
 class _Unset:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from trtllm_tokenweave.agreement import gather_json, on_all_ranks
@@ -26,3 +28,9 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
     rank = f"rank {failing}, " if comm.size > 1 else ""
     assert gather_json(comm, "messages", str(caught.value)) == [f"{rank}file: is missing. Fix: copy it"] * comm.size
     assert on_all_ranks(comm, "again", lambda: comm.rank) == comm.rank
+
+
+def test_an_action_may_take_longer_than_the_groups_limit() -> None:
+    pytest.importorskip("mpi4py")
+    comm = MpiComm(timeout=0.2)
+    assert on_all_ranks(comm, "long", lambda: time.sleep(0.5 * comm.rank), 60.0) is None

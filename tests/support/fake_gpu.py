@@ -40,7 +40,7 @@ class FakeRuntime:
         self.memory: dict[int, Any] = {}
         self.capturing: list[Callable[[], None]] | None = None
         self.graphs: dict[int, list[Callable[[], None]]] = {}
-        self.name, self.capability, self.driver, self.runtime = "Test GPU", (9, 0), 13000, 12080
+        self.name, self.capability, self.driver = "Test GPU", (9, 0), 13000
         self._handles = iter(range(100, 10000))
 
     def __getattribute__(self, name: str) -> Any:
@@ -75,9 +75,6 @@ class FakeRuntime:
 
     def cudaDriverGetVersion(self) -> Any:
         return 0, self.driver
-
-    def cudaRuntimeGetVersion(self) -> Any:
-        return 0, self.runtime
 
     def cudaMalloc(self, num_bytes: int) -> Any:
         buffer = ctypes.create_string_buffer(b"\xff" * num_bytes, num_bytes)

@@ -1,7 +1,7 @@
 """Decoder layers in TensorRT engines, woven and not: `mpirun -n N trtllm-tokenweave bench stack`.
 
-All engines are built from the same weights, with one timing cache, and checked against the stock one before anything
-is timed. Times are of device events around steps that are queued back to back, of the slower rank.
+All engines are built from the same weights, on all ranks with rank 0's timings, and checked against the stock one
+before anything is timed. Times are of device events around steps that are queued back to back, of the slower rank.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from trtllm_tokenweave.agreement import gather_json
+from trtllm_tokenweave.agreement import gather_json, on_all_ranks
 from trtllm_tokenweave.bench import timeline
-from trtllm_tokenweave.bench.stack_network import VARIANTS, Stack, Variant
+from trtllm_tokenweave.bench.stack_network import VARIANTS, Gemm, Stack, Variant
 from trtllm_tokenweave.builder import BuilderSettings, ShapeRange, build_on_all_ranks, opt_num_tokens
 from trtllm_tokenweave.comm import CommBackend
 from trtllm_tokenweave.device import DeviceArray, Stream, call
@@ -35,7 +35,6 @@ from trtllm_tokenweave.recorder.enums import TRT_NAMES, numpy_dtype
 from trtllm_tokenweave.step_graphs import StepGraphs
 
 Mode = Literal["eager", "graph"]
-Gemm = Literal["trt", "budget"]
 MODES: tuple[Mode, ...] = ("eager", "graph")
 #: Steps queued back to back for one measurement, and measurements of each engine.
 STEPS, ROUNDS = 5, 7
@@ -77,10 +76,11 @@ class Running:
 
     @classmethod
     def make(
-        cls, bench: StackBench, stack: Stack, variant: Variant, comm: CommBackend, folder: Path, fused: int | None
+        cls, bench: StackBench, variant: Variant, gemm: Gemm, comm: CommBackend, folder: Path, fused: int | None
     ) -> Running:
         """Build and load; all ranks together. ``fused``: activation memory of the fuse-only engine."""
-        options, hidden, symmetric = stack.options, stack.config.hidden_size, bench.symmetric
+        stack, symmetric = bench.stack, bench.symmetric
+        options, hidden = stack.options, stack.config.hidden_size
         best = opt_num_tokens(options.table, options.max_num_tokens, options.max_batch_size)
         ranges = ShapeRange((1, hidden), (best, hidden), (options.max_num_tokens, hidden))
         settings = BuilderSettings(
@@ -88,7 +88,7 @@ class Running:
             timing_cache=folder / f"timing{comm.rank}.cache",
             fused_memory_bytes=fused,
         )
-        plan = build_on_all_ranks(comm, lambda network: stack.build(network, variant), settings)
+        plan = build_on_all_ranks(comm, lambda network: stack.build(network, variant, gemm), settings)
         engine = Engine.of_plan(plan, comm)
         context = engine.context(symmetric=symmetric and plan.result.mode != "stock")
         checks = [str(check) for check in plan.report.checks]
@@ -110,19 +110,18 @@ class StackRunner:
         for variant in VARIANTS:
             for gemm in bench.gemms if variant == "woven" else ("trt",):
                 name = f"woven_{gemm}" if variant == "woven" else variant
-                chosen = replace(stack, options=replace(stack.options, gemm=gemm))
-                chosen.__dict__["weights"] = stack.weights  # made once
                 fused = self.engines["fuse_only"].memory_bytes if variant == "woven" else None
                 self.say(f"building {name}")
-                self.engines[name] = Running.make(bench, chosen, variant, comm, folder, fused)
+                self.engines[name] = Running.make(bench, variant, gemm, comm, folder, fused)
         self.events = tuple(call("cudaEventCreate") for _ in range(2))
 
     def close(self) -> None:
         """Give everything back. Graphs go first: a NCCL communicator waits for those that it was captured in."""
-        self.stream.synchronize()
-        for running in self.engines.values():
-            running.graphs.close(self.stream)
-            running.context.close()
+        with ExitStack() as last_first:
+            for running in self.engines.values():
+                last_first.callback(running.context.close)
+                last_first.callback(running.graphs.close)
+            last_first.callback(self.stream.synchronize)
 
     def say(self, what: str) -> None:
         """Progress, from rank 0 to stderr."""
@@ -142,15 +141,24 @@ class StackRunner:
         return self.out.to_numpy()[:tokens].astype(np.float32)
 
     def queue(self, name: str, tokens: int, mode: Mode) -> Callable[[], None]:
-        """A function that queues one step; in graph mode the graph is made here."""
+        """A function that queues one step; in graph mode the graph is made here. All ranks together.
+
+        Raises:
+            TokenWeaveError: on all ranks, where one cannot make it.
+        """
         running, bound = self.engines[name], self.bindings(tokens)
+
+        def prepare() -> None:
+            if mode == "eager":
+                running.context.bind(*bound)
+            while mode == "graph" and not running.graphs.has(*bound):
+                running.graphs.step(*bound, self.stream)
+                if running.graphs.counters.fallback:
+                    raise TokenWeaveError(f"{name}, {tokens} tokens: {running.graphs.counters.reason}")
+
+        on_all_ranks(self.comm, "preparing a step", prepare)
         if mode == "eager":
-            running.context.bind(*bound)
             return lambda: running.context.enqueue(self.stream)
-        while not running.graphs.has(*bound):
-            running.graphs.step(*bound, self.stream)
-            if running.graphs.counters.fallback:
-                raise TokenWeaveError(f"{name}, {tokens} tokens: {running.graphs.counters.reason}")
         return lambda: running.graphs.step(*bound, self.stream)
 
     def verify(self, tokens: int, mode: Mode) -> dict[str, float]:
@@ -235,7 +243,7 @@ class StackRunner:
                 self.comm.barrier()
                 found[name] = timeline.record(run)
             out[mode] = {name: timeline.summary(kernels) for name, kernels in found.items()}
-            out[f"{mode}_woven"] = timeline.document(found[f"woven_{self.bench.gemms[0]}"])["kernels"]
+            out[f"{mode}_woven"] = timeline.rows(found[f"woven_{self.bench.gemms[0]}"])
         return out
 
     def small_rows(self, tokens: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from trtllm_tokenweave.passes import WeaveOptions, WeavePlan, WeaveResult, weave
 from trtllm_tokenweave.recorder.enums import TRT_NAMES, numpy_dtype
 
 Variant = Literal["stock", "fuse_only", "woven", "no_comm"]
+Gemm = Literal["trt", "budget"]
 VARIANTS: tuple[Variant, ...] = ("stock", "fuse_only", "woven", "no_comm")
 
 
@@ -77,11 +78,11 @@ class Stack:
             made[name] = source[start : start + int(np.prod(shape))].reshape(shape)
         return made
 
-    def build(self, network: Any, variant: Variant) -> WeaveResult:
+    def build(self, network: Any, variant: Variant, gemm: Gemm = "trt") -> WeaveResult:
         """Add the layers to an empty network and weave them; returns what the weave did.
 
         "stock" and "no_comm" are not woven; "no_comm" is the stack without its all-reduces: each rank goes on with
-        its own partial sums.
+        its own partial sums. ``gemm`` is the weave's option.
         """
         config, mapping = self.config, self.options.mapping
         ops = Ops(network)
@@ -102,7 +103,7 @@ class Stack:
         network.mark_output(out)
         if variant in ("stock", "no_comm"):
             return WeaveResult(WeavePlan(self.options, (), (), None))
-        return weave(network, replace(self.options, split=variant == "woven"))
+        return weave(network, replace(self.options, split=variant == "woven", gemm=gemm))
 
 
 def _name(layer: int, part: str) -> str:

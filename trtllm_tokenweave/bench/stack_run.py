@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from trtllm_tokenweave.bench.kernel import command, machine
-from trtllm_tokenweave.bench.stack import Gemm, StackBench, measure_stack
-from trtllm_tokenweave.bench.stack_network import Stack
+from trtllm_tokenweave.bench.stack import StackBench, measure_stack
+from trtllm_tokenweave.bench.stack_network import Gemm, Stack
 from trtllm_tokenweave.comm import MpiComm
 from trtllm_tokenweave.config import read_environment
 from trtllm_tokenweave.device import current_gpu, use_device
@@ -20,9 +20,6 @@ from trtllm_tokenweave.plugin_library import plugin_library, register
 from trtllm_tokenweave.table import TableRow, default_table
 from trtllm_tokenweave.tensorrt_module import tensorrt
 from trtllm_tokenweave.waves import table_key
-
-#: Seconds that a rank waits for another: engines are built in the meantime, each rank its own.
-_PATIENCE = 600.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
     config.local(launcher.size)
     table = default_table(table_key(config, launcher.size)).model_copy(update={"rows": (arguments.row,)})
     gpu = current_gpu()
-    comm = MpiComm(timeout=_PATIENCE)
+    comm = MpiComm()
     use_device(comm.rank)
     plugin_library()
     reference = find_library("tokenweave_reference")
@@ -64,7 +61,7 @@ def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
     document = measure_stack(bench, comm)
     if comm.rank != 0:
         return None
-    versions = {"tensorrt": str(tensorrt().__version__), "cuda_runtime": gpu.runtime, "cuda_driver": gpu.driver}
+    versions = {"tensorrt": str(tensorrt().__version__), "cuda_driver": gpu.driver}
     return {
         "command": f"mpirun -n {comm.size} {command()}",
         "machine": machine() | versions,

@@ -75,6 +75,6 @@ def summary(kernels: Sequence[Kernel]) -> dict[str, float]:
     return {name: round(value, 1) for name, value in figures.items()}
 
 
-def document(kernels: Sequence[Kernel]) -> dict[str, Any]:
+def rows(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
     """A timeline as it goes into a result."""
-    return {"summary": summary(kernels), "kernels": [asdict(k) | {"name": k.name[:80]} for k in kernels]}
+    return [asdict(k) | {"name": k.name[:80]} for k in kernels]
