@@ -298,6 +298,13 @@ def _check_optimum(profiles: Sequence[Any], result: WeaveResult) -> None:
     for index, (profile, tokens) in enumerate(zip(profiles, ranges, strict=True)):
         if tokens is None:
             continue
+        if tokens[2] > lookup.max_num_tokens:
+            raise UserError(
+                f"its maximum of {tokens[2]} tokens is above the {lookup.max_num_tokens} that the network was woven "
+                "for, and the split would lose the rows above",
+                where=f"optimisation profile {index}, input {tokens_ref}",
+                fix="give WeaveOptions.max_num_tokens the profile's maximum",
+            )
         batches = _dimension(profile, plan.batch_ref) if plan.batch_ref is not None else None
         batch = min(batches[1] if batches is not None else 1, lookup.max_batch)
         low, optimum, high = (min(n, lookup.max_num_tokens) for n in tokens)

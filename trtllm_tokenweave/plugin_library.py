@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_size_t, c_uint64, c_void_p, sizeof
+from ctypes import byref, c_int32, c_size_t, c_uint64, c_void_p, sizeof
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from trtllm_tokenweave.c_interface import OK, LibraryError, Status
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
 from trtllm_tokenweave.libraries import load_library
 from trtllm_tokenweave.plugin_specs import NAMESPACE, SPECS, VERSION
+from trtllm_tokenweave.table.launch import LaunchConfig
 from trtllm_tokenweave.tensorrt_module import LINES, tensorrt, tensorrt_error
 
 #: What every build of the library registers.
@@ -40,6 +41,12 @@ class Counters(ctypes.Structure):
     _fields_ = (("struct_bytes", c_size_t), *((name, c_uint64) for name in _COUNTERS))
 
 
+class Launch(ctypes.Structure):
+    """TwPluginLaunch; see plugins.h."""
+
+    _fields_ = (("struct_bytes", c_size_t), ("ctas", c_int32), ("threads", c_int32), ("gemm_sms", c_int32))
+
+
 class PluginLibrary:
     """The C interface of the loaded library."""
 
@@ -62,6 +69,18 @@ class PluginLibrary:
         """Count from zero."""
         self._library.twPluginResetCounters()
 
+    def override_launch(self, launch: LaunchConfig | None) -> None:
+        """For experiments: launch split steps like this instead of as the engines' tables say; None: as they say.
+
+        The split and the fabric stay as they are, and so do steps in captured graphs. All ranks do it before the same
+        step.
+
+        Raises:
+            LibraryError: a value that no table may have.
+        """
+        given = None if launch is None else Launch(sizeof(Launch), launch.ctas, launch.threads, launch.gemm_sms)
+        self._call("twPluginOverrideLaunch", None if given is None else byref(given))
+
     def tensor_memory(self, device: int, num_bytes: int) -> int:
         """Address of symmetric memory for the contexts of the engine that runs on ``device``.
 
@@ -72,7 +91,7 @@ class PluginLibrary:
             LibraryError: on all ranks, when it cannot be had.
         """
         address = c_void_p()
-        self._call("twPluginTensorMemory", ctypes.c_int32(device), c_uint64(num_bytes), byref(address))
+        self._call("twPluginTensorMemory", c_int32(device), c_uint64(num_bytes), byref(address))
         return address.value or 0
 
     def _call(self, function: str, *args: Any) -> None:

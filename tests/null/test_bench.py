@@ -72,6 +72,7 @@ def test_plot_of_the_documentation_is_redrawn(tmp_path: Path, capsys: pytest.Cap
         (["kernel", "--hidden", "0"], "below 1"),
         (["kernel", "-o", "."], "is a folder"),
         (["stack", "--ctas", "15"], "ctas: 15 is odd"),
+        (["stack", "--sweep-ctas", "4,5"], "ctas: 5 is odd"),
         (["stack", "--gemm-sms", "-3"], "gemm_sms: input should be greater"),
         (["stack", "--offset", "3"], "split_offset: 3 is not a multiple of 8"),
         (["stack", "--gemm", "trt,trt"], "neither trt, budget nor both"),

@@ -13,6 +13,7 @@ import pytest
 from support.models import small
 from support.stack import run
 
+from trtllm_tokenweave.bench import stack as stack_module
 from trtllm_tokenweave.bench.stack import StackBench, StackRunner
 from trtllm_tokenweave.bench.stack_network import VARIANTS, Gemm, Stack, Variant
 from trtllm_tokenweave.comm import CommBackend, LocalComm, SingleComm, run_ranks
@@ -24,7 +25,7 @@ from trtllm_tokenweave.passes import WeaveOptions, verify
 from trtllm_tokenweave.patterns import is_all_reduce
 from trtllm_tokenweave.recorder import RecordedNetwork
 from trtllm_tokenweave.step_graphs import StepCounters
-from trtllm_tokenweave.table import TuningTable
+from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow, TuningTable
 from trtllm_tokenweave.waves import table_key
 
 CONFIG = small()
@@ -205,3 +206,33 @@ def test_an_engine_that_differs_from_stock_is_not_timed(error: float) -> None:
 
     assert len(set(on_two_ranks(job))) == 1
     assert not any(runner.order for runner in runners)
+
+
+class Library:
+    """Notes overrides, as the plugin library would take them."""
+
+    def __init__(self) -> None:
+        self.launches: list[LaunchConfig | None] = []
+
+    def override_launch(self, launch: LaunchConfig | None) -> None:
+        self.launches.append(launch)
+
+
+@pytest.mark.parametrize("error", [0.0, 0.2])
+def test_a_sweep_puts_the_tables_launch_back(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
+    library = Library()
+    monkeypatch.setattr(stack_module, "plugin_library", lambda: library)
+    runner = Timed(TIMES, SingleComm(), {"woven_trt": error})
+    row = TableRow(tokens=Bucket(lo=1), mode="weave", mlp=LaunchConfig(ctas=8, threads=512, gemm_sms=120))
+    table = TABLE.model_copy(update={"rows": (row,)})
+    woven = Stack(CONFIG, WeaveOptions(Mapping(2, 0, 2), table, 8, 128))
+    runner.bench = StackBench(woven, (1024,), (1,), sweep_ctas=(4, 16))
+    if error:
+        with pytest.raises(TokenWeaveError, match="woven_trt differs from stock"):
+            runner.sweep(1024)
+    else:
+        rows = [{"num_tokens": 1024, "ctas": ctas, "woven_ms": 8.0} for ctas in (4, 16)]
+        assert runner.sweep(1024) == rows
+    tried = [(found.ctas, found.threads, found.gemm_sms) for found in library.launches if found is not None]
+    assert tried == [(4, 512, 120), (16, 512, 120)][: 1 if error else 2]
+    assert library.launches[-1] is None

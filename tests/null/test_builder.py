@@ -265,6 +265,12 @@ def test_profiles_for_small_steps_need_no_split(trt: ModuleType) -> None:
         checked([profile(1, 8, 64)], table=high)
 
 
+def test_a_profile_beyond_what_was_woven(trt: ModuleType) -> None:
+    """Steps above the lookup's range would lose rows: constants bound its halves."""
+    with pytest.raises(UserError, match="its maximum of 257 tokens is above the 256 that the network was woven for"):
+        checked([profile(1, 128, 257)])
+
+
 def test_an_optimum_that_cannot_be_told(trt: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     checked([profile(1, 1, 256, name="other")])
     assert "profiles [0]: cannot tell whether their optimum is split: 'x' is no input with a range" in caplog.text

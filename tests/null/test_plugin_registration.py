@@ -16,6 +16,7 @@ from trtllm_tokenweave.c_interface import LibraryError, Status
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.libraries import find_library, load_library
 from trtllm_tokenweave.plugin_library import Attempt, Counters, PluginLibrary, register
+from trtllm_tokenweave.table import LaunchConfig
 
 CDLL = ctypes.CDLL
 HEADER = Path(__file__).resolve().parents[2] / "plugins/trt/include/tokenweave/plugins.h"
@@ -129,6 +130,10 @@ def test_the_library() -> None:
     assert set(library.counters().values()) == {0}
     with pytest.raises(LibraryError, match="create the execution contexts first"):
         library.tensor_memory(0, 4096)
+    library.override_launch(LaunchConfig(ctas=8, threads=512, gemm_sms=120))
+    with pytest.raises(LibraryError, match="ctas 134, not 2 to 132"):
+        library.override_launch(LaunchConfig().model_copy(update={"ctas": 134}))
+    library.override_launch(None)
 
 
 def test_memory_and_errors() -> None:

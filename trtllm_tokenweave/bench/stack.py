@@ -28,7 +28,7 @@ from trtllm_tokenweave.builder import BuilderSettings, ShapeRange, build_on_all_
 from trtllm_tokenweave.comm import CommBackend
 from trtllm_tokenweave.device import DeviceArray, Stream, call
 from trtllm_tokenweave.engine import Engine
-from trtllm_tokenweave.engine_context import Binding, Bindings, EngineContext
+from trtllm_tokenweave.engine_context import Array, Binding, Bindings, EngineContext
 from trtllm_tokenweave.errors import TokenWeaveError
 from trtllm_tokenweave.plugin_library import plugin_library
 from trtllm_tokenweave.recorder.enums import TRT_NAMES, numpy_dtype
@@ -54,6 +54,7 @@ class StackBench:
         small_tokens: Token counts of steps that are not split, timed for GPU and CPU.
         gemms: Whose GEMMs the woven engine has: TensorRT's ("trt"), our plugin's ("budget").
         symmetric: Activations of woven and fused engines lie in symmetric memory; else collectives copy.
+        sweep_ctas: CTAs to try for the collectives of split steps.
     """
 
     stack: Stack
@@ -61,6 +62,7 @@ class StackBench:
     small_tokens: tuple[int, ...] = (1, 16, 64)
     gemms: tuple[Gemm, ...] = ("trt", "budget")
     symmetric: bool = True
+    sweep_ctas: tuple[int, ...] = (4, 6, 8, 12, 16, 24)
 
 
 @dataclass
@@ -133,7 +135,7 @@ class StackRunner:
         shape = (tokens, self.x.shape[1])
         return {"x": Binding(self.x.address, shape)}, {"out": Binding(self.out.address, shape)}
 
-    def result(self, name: str, tokens: int, mode: Mode) -> np.ndarray[Any, Any]:
+    def result(self, name: str, tokens: int, mode: Mode) -> Array:
         """What an engine puts out, in float32; the output is poisoned before."""
         self.out.fill(0xFF)
         self.queue(name, tokens, mode)()
@@ -162,21 +164,21 @@ class StackRunner:
         return lambda: running.graphs.step(*bound, self.stream)
 
     def verify(self, tokens: int, mode: Mode) -> dict[str, float]:
-        """Relative errors against the stock engine, the worst over ranks.
+        """Relative errors against the stock engine, the worst over ranks; see :meth:`compare`."""
+        stock = self.result("stock", tokens, mode)
+        return {n: self.compare(n, stock, tokens, mode) for n in self.engines if n not in ("stock", "no_comm")}
+
+    def compare(self, name: str, stock: Array, tokens: int, mode: Mode) -> float:
+        """Relative error of an engine's result, the worst over ranks.
 
         Raises:
-            TokenWeaveError: on all ranks, where one is too large.
+            TokenWeaveError: on all ranks, where it is too large.
         """
-        stock = self.result("stock", tokens, mode)
-        errors = {}
-        for name in self.engines:
-            if name in ("stock", "no_comm"):
-                continue
-            difference = np.linalg.norm(self.result(name, tokens, mode) - stock) / np.linalg.norm(stock)
-            errors[name] = self.slowest(float(np.nan_to_num(difference, nan=np.inf)))
-            if errors[name] > TOLERANCE:
-                raise TokenWeaveError(f"{name} differs from stock at {tokens} tokens ({mode}): {errors[name]:.3g}")
-        return errors
+        difference = np.linalg.norm(self.result(name, tokens, mode) - stock) / np.linalg.norm(stock)
+        error = self.slowest(float(np.nan_to_num(difference, nan=np.inf)))
+        if error > TOLERANCE:
+            raise TokenWeaveError(f"{name} differs from stock at {tokens} tokens ({mode}): {error:.3g}")
+        return error
 
     def slowest(self, value: float) -> float:
         """The largest of the ranks' values."""
@@ -226,6 +228,23 @@ class StackRunner:
                 self.say(json.dumps(out[-1]))
         return out
 
+    def sweep(self, tokens: int) -> list[dict[str, Any]]:
+        """The first woven engine by CTAs of its collectives, eager; then the table's are put back."""
+        name, library = f"woven_{self.bench.gemms[0]}", plugin_library()
+        launch = self.bench.stack.options.table.rows[0].mlp
+        stock = self.result("stock", tokens, "eager")
+        out = []
+        try:
+            for ctas in self.bench.sweep_ctas:
+                library.override_launch(launch.model_copy(update={"ctas": ctas}))
+                self.compare(name, stock, tokens, "eager")
+                milliseconds = self.time_all([name], tokens, "eager")[name][0]
+                out.append({"num_tokens": tokens, "ctas": ctas, "woven_ms": milliseconds})
+                self.say(json.dumps(out[-1]))
+        finally:
+            library.override_launch(None)
+        return out
+
     def timelines(self, tokens: int) -> dict[str, Any]:
         """One step's kernels: figures of every engine, and the kernels of the first woven one (this rank's)."""
         out: dict[str, Any] = {"num_tokens": tokens}
@@ -270,6 +289,7 @@ def measure_stack(bench: StackBench, comm: CommBackend) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, closing(StackRunner(bench, comm, Path(folder))) as runner:
         plugin_library().reset_counters()
         rows = [row for tokens in bench.tokens for row in runner.rows(tokens)]
+        sweep = [row for tokens in bench.tokens for row in runner.sweep(tokens)]
         small = [runner.small_rows(tokens) for tokens in bench.small_tokens]
         traced = runner.timelines(min(bench.tokens, key=lambda tokens: abs(tokens - 4096)))
     config = bench.stack.config
@@ -290,6 +310,7 @@ def measure_stack(bench: StackBench, comm: CommBackend) -> dict[str, Any]:
         },
         "counters": plugin_library().counters(),
         "rows": rows,
+        "sweep": sweep,
         "small": small,
         "timeline": traced,
     }

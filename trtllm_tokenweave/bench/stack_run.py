@@ -31,6 +31,7 @@ class StackArguments:
     tokens: tuple[int, ...]
     gemms: tuple[str, ...]
     row: TableRow
+    sweep_ctas: tuple[int, ...]
     symmetric: bool
 
 
@@ -57,7 +58,13 @@ def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
     register(reference, ("AllReduce",), "tensorrt_llm")
     options = WeaveOptions(Mapping(comm.size, comm.rank, comm.size), table, 8, max(arguments.tokens))
     gemms = cast("tuple[Gemm, ...]", arguments.gemms)
-    bench = StackBench(Stack(config, options), arguments.tokens, gemms=gemms, symmetric=arguments.symmetric)
+    bench = StackBench(
+        Stack(config, options),
+        arguments.tokens,
+        gemms=gemms,
+        symmetric=arguments.symmetric,
+        sweep_ctas=arguments.sweep_ctas,
+    )
     document = measure_stack(bench, comm)
     if comm.rank != 0:
         return None

@@ -108,6 +108,7 @@ def stack(
     gemm_sms: Annotated[int, typer.Option(help="SMs that budget GEMMs keep to beside a collective.")] = 116,
     ctas: Annotated[int, typer.Option(help="CTAs of a collective beside the other half's work.")] = 16,
     offset: Annotated[int, typer.Option(help="Tokens that the prefix half has more than half of them.")] = 0,
+    sweep_ctas: Annotated[str, typer.Option(help="CTAs to try besides.")] = "4,6,8,12,16,24",
     symmetric: Annotated[bool, typer.Option(help="Activations in symmetric memory, else collectives copy.")] = True,
     output: Output = None,
     as_json: AsJson = False,
@@ -125,6 +126,7 @@ def stack(
     try:
         launch = LaunchConfig(ctas=ctas, gemm_sms=gemm_sms)
         row = TableRow(tokens=Bucket(lo=1), mode="weave", split_offset=offset, attention=launch, mlp=launch)
+        sweep = tuple(LaunchConfig(ctas=n).ctas for n in _numbers(sweep_ctas, "--sweep-ctas"))
     except ValidationError as error:
         raise table_error(error, "bench stack") from None
     if output is not None:
@@ -132,7 +134,7 @@ def stack(
     _need_gpus(2)
     from trtllm_tokenweave.bench.stack_run import StackArguments, run_stack
 
-    document = run_stack(StackArguments(preset, layers, counts, gemms, row, symmetric))
+    document = run_stack(StackArguments(preset, layers, counts, gemms, row, sweep, symmetric))
     if document is not None:
         _finish(document, output, as_json)
 
