@@ -23,9 +23,11 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
         UserError: when ``path`` is a folder, or it cannot be written.
     """
     check_target(path)
+    # A link stays, and what it points to is replaced.
+    target = path.resolve()
     aside: Path | None = None
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
         os.close(handle)
         aside = Path(name)
         write(aside)
@@ -35,7 +37,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
         mask = os.umask(0)
         os.umask(mask)
         aside.chmod(0o666 & ~mask)
-        aside.replace(path)
+        aside.replace(target)
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror or error}", where=str(path), fix=_FIX) from error
     finally:
@@ -48,12 +50,21 @@ def check_target(path: Path) -> None:
     """Refuse early what cannot become a file.
 
     Raises:
-        UserError: when ``path`` is a folder, or its folder does not exist.
+        UserError: when ``path`` is a folder, a device or another thing that is no file, or a file that may not be
+            written; or its folder does not exist.
     """
-    if path.is_dir():
-        raise UserError("is a folder", where=str(path), fix="give the name of a file")
-    if not path.parent.is_dir():
-        raise UserError(f"the folder {path.parent} does not exist", where=str(path), fix="make it first")
+    fix = "give the name of a file"
+    try:
+        if path.is_dir():
+            raise UserError("is a folder", where=str(path), fix=fix)
+        if path.exists() and not path.is_file():
+            raise UserError("is a device, a pipe or a socket", where=str(path), fix=fix)
+        if path.exists() and not path.stat().st_mode & 0o222:
+            raise UserError("is write-protected", where=str(path), fix=_FIX)
+        if not path.parent.is_dir():
+            raise UserError(f"the folder {path.parent} does not exist", where=str(path), fix="make it first")
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror or error}", where=str(path), fix=_FIX) from error
 
 
 def check_folder(path: Path) -> None:

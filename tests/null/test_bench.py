@@ -67,6 +67,7 @@ def test_plot_of_the_documentation_is_redrawn(tmp_path: Path, capsys: pytest.Cap
     [
         (["plot", "missing.json"], "cannot be read"),
         (["plot", "EMPTY"], "no result of bench kernel"),
+        (["plot", "DEEP"], "no result of bench kernel"),
         (["plot", "GOOD", "--hidden", "17"], "no rows of hidden size 17"),
         (["kernel", "--tokens", "x"], "no list of numbers"),
         (["kernel", "--hidden", "0"], "below 1"),
@@ -82,7 +83,9 @@ def test_plot_of_the_documentation_is_redrawn(tmp_path: Path, capsys: pytest.Cap
 def test_bad_use(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = tmp_path / "empty.json"
     empty.write_text("{}")
-    names = {"EMPTY": str(empty), "GOOD": str(ROOT / "docs/results/kernel_tp2.json")}
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    names = {"EMPTY": str(empty), "DEEP": str(deep), "GOOD": str(ROOT / "docs/results/kernel_tp2.json")}
     assert main(["bench", *(names.get(word, word) for word in words)]) == 2
     assert message in capsys.readouterr().err
 

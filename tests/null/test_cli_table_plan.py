@@ -209,6 +209,10 @@ def test_from_paper_refuses(tmp_path: Path) -> None:
     source.write_text('{"2048": {}}')
     assert "missing" in refusal("table", "from-paper", source, "-o", out, "--tp", "8", "--hidden", "8192").what
     source.write_text('{"2048": {"baseline_ctas": 16, "attention_ctas": 4, "mlp_ctas": 4, "split_offset": 64}}')
+    before = source.read_text()
+    same = ("-o", source, "--tp", "8", "--hidden", "8192")
+    assert "is the configuration to convert" in refusal("table", "from-paper", source, *same).what
+    assert source.read_text() == before
     bad_key = ("-o", out, "--tp", "0", "--hidden", "8192")
     assert refusal("table", "from-paper", source, *bad_key).where == "--tp"
     source.write_text(source.read_text().replace("64", "100000"))

@@ -75,6 +75,7 @@ def test_a_fault_in_the_woven_network_is_reported(
     [
         (["--tp", "1"], "has no communication to hide"),
         (["--tp", "64"], "tp_size"),
+        (["--tp", "0"], "tp_size"),
         (["--prompt", " "], "prompt 0"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
         (["--max-new-tokens", "99999999"], "exceed the model's"),

@@ -116,6 +116,12 @@ def test_notes() -> None:
     assert "wave model" in notes[1]
 
 
+def test_notes_on_mixtures_of_experts() -> None:
+    notes = Predictor(load_machine("h200-peer"), Workload(preset("mixtral-8x7b"), 2)).notes()
+    assert any("mixtures of experts are predicted badly" in note for note in notes)
+    assert not any("mixtures" in note for note in predictor("h200-peer").notes())
+
+
 def test_notes_on_steps_beyond_the_measured() -> None:
     made = predictor()
     assert made.notes([64, 4608]) == ()

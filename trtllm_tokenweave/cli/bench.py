@@ -30,7 +30,8 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
 
 def _need_gpus(needed: int) -> None:
     if importlib.util.find_spec("torch") is None:
-        raise UserError("PyTorch is not installed", where="bench", fix="pip install 'trtllm-tokenweave[torch]'")
+        fix = f"on a machine with {needed} GPU(s): pip install '.[torch]' (README.md)"
+        raise UserError("PyTorch is not installed", where="bench", fix=fix)
     import torch
 
     if torch.cuda.device_count() < needed:
@@ -154,8 +155,9 @@ def plot(
         drawn = draw_kernel(document, hidden) if rows else None
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=str(result)) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"is no result of bench kernel ({type(error).__name__}: {error})", where=str(result)) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        fix = "give the JSON of bench kernel: other results have no plot"
+        raise UserError(f"is no result of bench kernel ({type(error).__name__})", where=str(result), fix=fix) from None
     if drawn is None:
         raise UserError(f"has no rows of hidden size {hidden}", where=str(result))
     written = write_picture(drawn, result.parent, result.stem)

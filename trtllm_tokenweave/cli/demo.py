@@ -70,7 +70,7 @@ def demo(
                 check_target(out / name)
     console = make_console(stderr=True, quiet=not leader)
     options = DemoOptions(
-        tp_size=(tp or DemoOptions.tp_size) if comm is None else comm.size,
+        tp_size=(DemoOptions.tp_size if tp is None else tp) if comm is None else comm.size,
         max_new_tokens=max_new_tokens,
         prompts=tuple(prompt) if prompt else DemoOptions.prompts,
     )

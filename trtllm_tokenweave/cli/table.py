@@ -158,6 +158,8 @@ def from_paper(
     as_json: AsJson = False,
 ) -> None:
     """Convert a published configuration to a table."""
+    if _same_file(file, output):
+        raise UserError(f"{output} is the configuration to convert", where="--output", fix="write to another file")
     key = _key({"gpu": gpu, "tp_size": tp, "hidden_size": hidden, "dtype": dtype, "model_kind": kind})
     table, notes = load_paper_config(file, PaperTarget(key))
     save_table(table, output)

@@ -74,6 +74,8 @@ class Predictor:
         """What predictions take over from other shapes, group sizes or, in steps of `counts` tokens, other sizes."""
         notes, steps = [], sorted(set(counts))
         data, tp_size = self.machine.data, self.workload.tp_size
+        if self.workload.config.moe is not None:
+            notes.append("mixtures of experts are predicted badly (docs/prediction.md): do not rely on it")
         if tp_size != data.tp_size:
             how = "taken as they are" if data.fabric == "multimem" else "scaled by traffic"
             notes.append(f"collectives were measured at tp_size {data.tp_size} and are {how}")
