@@ -311,11 +311,12 @@ def _nvcc(machine: Machine) -> Finding:
 
 def _libnvinfer(machine: Machine) -> Finding:
     root = machine.environment.tensorrt_root
-    for place in sorted(root.glob("lib*/libnvinfer.so*"), reverse=True) if root else []:
-        # A link's target carries the whole version: libnvinfer.so.10.6.0.
+    places = [*root.glob("lib*/libnvinfer.so*"), *root.glob("libnvinfer.so*")] if root else []
+    for place in sorted(places, reverse=True):
+        # A link's target carries the whole version, where it is named as NVIDIA names it: libnvinfer.so.10.6.0.
         version = re.search(r"\.so\.(\d[\d.]*)$", place.resolve().name)
         if version:
-            return _LIBNVINFER.found(version.group(1), str(place))
+            return _libnvinfer_of(version.group(1), str(place))
     packaged = _package(machine, _LIBNVINFER, ["tensorrt_cu13_libs", "tensorrt_cu12_libs"])
     if packaged.status != "missing":
         return packaged
@@ -323,12 +324,14 @@ def _libnvinfer(machine: Machine) -> Finding:
     match = re.search(r"\.so\.(\d[\d.]*)$", soname or "")
     if soname is None or match is None:
         return packaged
-    # The soname carries the major version only, which settles only that a library is too old.
-    if parse_version(match.group(1)) == TENSORRT.at_least[:1]:
-        return replace(
-            _LIBNVINFER.found(f"{match.group(1)}.{TENSORRT.at_least[1]}", soname), version=f"{match.group(1)}.x"
-        )
-    return _LIBNVINFER.found(match.group(1), soname)
+    return _libnvinfer_of(match.group(1), soname)
+
+
+def _libnvinfer_of(version: str, place: str) -> Finding:
+    """From a version in a file's name; the major one alone, as in a soname, settles only that it is too old or new."""
+    if parse_version(version) == TENSORRT.at_least[:1]:
+        return replace(_LIBNVINFER.found(f"{version}.{TENSORRT.at_least[1]}", place), version=f"{version}.x")
+    return _LIBNVINFER.found(version, place)
 
 
 def _distribution(name: str) -> str | None:

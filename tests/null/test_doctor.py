@@ -169,6 +169,14 @@ def test_libnvinfer_of_the_system(soname: str, status: str, version: str) -> Non
     assert (found.status, found.version) == (status, version)
 
 
+@pytest.mark.parametrize("folder", ["lib", "."])
+def test_libnvinfer_whose_minor_version_is_not_in_its_name(tmp_path: Path, folder: str) -> None:
+    (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / folder / "libnvinfer.so.10").touch()
+    found = finding(replace(machine(), environment=Environment(tensorrt_root=tmp_path)), "libnvinfer")
+    assert (found.status, found.version) == ("ok", "10.x")
+
+
 def test_libnvinfer_of_an_sdk(tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libnvinfer.so.10.4.0").touch()
