@@ -13,8 +13,8 @@ import numpy as np
 
 from trtllm_tokenweave.network import Graph, Node
 from trtllm_tokenweave.plugin_specs import NAMESPACE, SiteKind
+from trtllm_tokenweave.recorder.trtllm_plugins import ALL_REDUCE
 
-ALL_REDUCE_KEY = ("AllReduce", "1", "tensorrt_llm")
 #: Plugins in which ranks meet; all ranks must reach them in one order.
 COLLECTIVES = frozenset({"AllReduce", "AllGather", "ReduceScatter", "GemmAllReduce", "Send", "Recv"})
 FUSION_NONE, FUSION_RESIDUAL_RMS_NORM = 0, 1
@@ -77,7 +77,7 @@ class NormMatch:
 
 def is_all_reduce(node: Node) -> bool:
     """Whether a layer is an all-reduce of TensorRT-LLM."""
-    return node.plugin_key == ALL_REDUCE_KEY
+    return node.plugin_key == ALL_REDUCE
 
 
 def is_collective(node: Node) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 
 from trtllm_tokenweave.c_interface import OK, LibraryError, Status
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
-from trtllm_tokenweave.libraries import load_library
+from trtllm_tokenweave.libraries import find_library, load_library
 from trtllm_tokenweave.plugin_specs import NAMESPACE, SPECS, VERSION
+from trtllm_tokenweave.recorder.trtllm_plugins import NAMESPACE as TRTLLM_NAMESPACE
 from trtllm_tokenweave.table.launch import LaunchConfig
 from trtllm_tokenweave.tensorrt_module import LINES, tensorrt, tensorrt_error
 
@@ -152,6 +153,22 @@ def register(path: Path, creators: tuple[str, ...] = (), namespace: str = NAMESP
         what = f"another library has registered its plugins {', '.join(creators)}"
         raise UserError(what, where=str(path), fix="load one of them only (LD_PRELOAD, the variables of README.md)")
     _registered.add(path)
+
+
+def register_reference(*creators: str) -> None:
+    """Register this project's own copies of TensorRT-LLM's plugins, for machines without TensorRT-LLM.
+
+    Args:
+        creators: Those that are needed ("AllReduce").
+
+    Raises:
+        UserError: as `register`, or the library is not there.
+    """
+    path = find_library("tokenweave_reference")
+    if path is None:
+        fix = "build it (plugins/README.md)"
+        raise UserError("is not installed", where="libtokenweave_reference.so", fix=fix)
+    register(path, creators, TRTLLM_NAMESPACE)
 
 
 class Attempt:

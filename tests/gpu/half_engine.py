@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ from gpu.attention_model import MAX_SEQUENCES, MAX_TOKENS, AttentionModel, Tenso
 from trtllm_tokenweave import trt as seam
 from trtllm_tokenweave.attention_roles import attention_roles
 from trtllm_tokenweave.config import building
-from trtllm_tokenweave.libraries import find_library
-from trtllm_tokenweave.plugin_library import plugin_library, register
+from trtllm_tokenweave.plugin_library import plugin_library, register_reference
 from trtllm_tokenweave.plugin_specs import ATTENTION, BATCH_SPLIT, NAMESPACE, VERSION, AttentionRole, Half
 from trtllm_tokenweave.recorder.packed_fields import pack_fields
 from trtllm_tokenweave.recorder.plugin import FieldValue
@@ -43,7 +41,7 @@ class HalfEngine:
 
     def __init__(self, model: AttentionModel, half: Half) -> None:
         plugin_library()
-        register(Path(str(find_library("tokenweave_reference"))), (GPT_ATTENTION[0],), GPT_ATTENTION[2])
+        register_reference(GPT_ATTENTION[0])
         self.model, self.half, trt = model, half, tensorrt()
         with building():
             builder = create_builder()

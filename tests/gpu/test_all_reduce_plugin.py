@@ -5,18 +5,15 @@ Needs torch and TensorRT. torch's NCCL serves: it is loaded.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from gpu.plugin_network import TYPE_IDS, Input, PluginEngine
 from trtllm_tokenweave.errors import UserError
-from trtllm_tokenweave.libraries import find_library
-from trtllm_tokenweave.plugin_library import register
+from trtllm_tokenweave.plugin_library import register_reference
 from trtllm_tokenweave.recorder.plugin import FieldValue
-from trtllm_tokenweave.recorder.trtllm_plugins import ALL_REDUCE, NAMESPACE, AllReduceFusionOp, AllReduceStrategy
+from trtllm_tokenweave.recorder.trtllm_plugins import ALL_REDUCE, AllReduceFusionOp, AllReduceStrategy
 from trtllm_tokenweave.tensorrt_module import tensorrt
 
 EPS = 1e-5
@@ -33,7 +30,7 @@ def needs_tensorrt() -> None:
         tensorrt()
     except UserError as error:
         pytest.skip(str(error))
-    register(Path(str(find_library("tokenweave_reference"))), ("AllReduce", "Gemm"), NAMESPACE)
+    register_reference("AllReduce", "Gemm")
 
 
 def fields(dtype: torch.dtype, strategy: AllReduceStrategy, **changes: FieldValue) -> dict[str, FieldValue]:

@@ -5,7 +5,6 @@ Needs torch and TensorRT. torch's cuBLASLt serves: it is loaded.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -13,8 +12,7 @@ import torch
 
 from gpu.plugin_network import TYPE_IDS, Input, PluginEngine
 from trtllm_tokenweave.errors import UserError
-from trtllm_tokenweave.libraries import find_library
-from trtllm_tokenweave.plugin_library import plugin_library, register
+from trtllm_tokenweave.plugin_library import plugin_library, register_reference
 from trtllm_tokenweave.plugin_specs import GEMM, NAMESPACE, VERSION
 from trtllm_tokenweave.recorder import trtllm_plugins
 from trtllm_tokenweave.recorder.plugin import FieldValue
@@ -38,7 +36,7 @@ def needs_tensorrt() -> None:
     except UserError as error:
         pytest.skip(str(error))
     plugin_library()
-    register(Path(str(find_library("tokenweave_reference"))), ("AllReduce", "Gemm"), trtllm_plugins.NAMESPACE)
+    register_reference("AllReduce", "Gemm")
 
 
 def operands(rows: int, dtype: torch.dtype, transb: int, *, integer: bool) -> tuple[torch.Tensor, torch.Tensor]:

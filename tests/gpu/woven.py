@@ -19,10 +19,9 @@ from trtllm_tokenweave.comm import CommBackend, SingleComm
 from trtllm_tokenweave.device import DeviceArray, Stream
 from trtllm_tokenweave.engine import Engine, save_engine
 from trtllm_tokenweave.engine_context import Binding, EngineContext
-from trtllm_tokenweave.libraries import find_library
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.passes import WeaveOptions, WeavePlan, WeaveResult, weave
-from trtllm_tokenweave.plugin_library import plugin_library, register
+from trtllm_tokenweave.plugin_library import plugin_library, register_reference
 from trtllm_tokenweave.step_graphs import StepGraphs
 from trtllm_tokenweave.table import Bucket, LaunchConfig, TableKey, TableRow, TuningTable
 
@@ -34,7 +33,7 @@ MAX_TOKENS = 4096
 def load_plugins() -> None:
     """Register our plugins and those that stand for TensorRT-LLM's."""
     plugin_library()
-    register(Path(str(find_library("tokenweave_reference"))), ("AllReduce",), "tensorrt_llm")
+    register_reference("AllReduce")
 
 
 @dataclass(frozen=True)

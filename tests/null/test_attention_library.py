@@ -7,13 +7,12 @@ too, their GPTAttention is the inner plugin.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.library_tests import run_alone
 
 from trtllm_tokenweave import recorder, trt
 from trtllm_tokenweave.attention_roles import attention_roles
@@ -116,11 +115,7 @@ def report() -> dict[str, Any]:
     library = find_library("tokenweave_trt")
     if library is None or not library.is_file():
         pytest.skip("libtokenweave_trt.so is not built (cmake --build build)")
-    result = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
-    )
-    assert result.returncode == 0, result.stderr
-    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(run_alone(__file__).splitlines()[-1])
     if "lacks" in answer:
         pytest.skip(answer["lacks"])
     return answer

@@ -11,14 +11,13 @@ import importlib
 import importlib.util
 import json
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.library_tests import looked_into, run_alone
 
 from trtllm_tokenweave import recorder
 from trtllm_tokenweave.config import read_environment
@@ -202,29 +201,19 @@ def report() -> dict[str, Any]:
         pytest.skip("no TensorRT 10 library: set TENSORRT_ROOT to a folder that has libnvinfer.so.10")
     if bindings() is None:
         pytest.skip("no TensorRT Python bindings: pip install tensorrt_cu12_bindings")
-    result = subprocess.run(
-        [sys.executable, __file__, str(folder)], capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
-    )
-    assert result.returncode == 0, result.stderr
-    answer: dict[str, Any] = json.loads(result.stdout)
+    answer: dict[str, Any] = json.loads(run_alone(__file__, str(folder)))
     return answer
 
 
-def _tool(*command: str) -> str:
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"no {command[0]}: install binutils")
-    return subprocess.run([*command, str(LIBRARY)], capture_output=True, text=True, check=True).stdout
-
-
 def test_nothing_else_is_exported() -> None:
-    assert {line.split()[-1] for line in _tool("nm", "-D", "--defined-only").splitlines()} == EXPORTS
+    assert {line.split()[-1] for line in looked_into(LIBRARY, "nm", "-D", "--defined-only").splitlines()} == EXPORTS
 
 
 def test_nothing_of_tensorrt_cuda_or_mpi_is_needed() -> None:
-    undefined = [line.split()[-1] for line in _tool("nm", "-D", "--undefined-only").splitlines()]
+    undefined = [line.split()[-1] for line in looked_into(LIBRARY, "nm", "-D", "--undefined-only").splitlines()]
     foreign = re.compile(r"nvinfer|^cu[A-Z]|^cuda|^MPI_|^getInferLib|^getPluginRegistry|^getLogger|^_ZN")
     assert [name for name in undefined if foreign.search(name)] == []
-    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", _tool("readelf", "-d"))
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", looked_into(LIBRARY, "readelf", "-d"))
     assert needed
     assert [name for name in needed if not SYSTEM_LIBRARIES.fullmatch(name)] == []
 

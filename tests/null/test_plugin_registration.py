@@ -173,3 +173,9 @@ def test_an_error_says_what_was_said_since_the_call_began(monkeypatch: pytest.Mo
     said.text = "rank 1 is gone"
     assert str(attempt.error("no step")) == "no step: rank 1 is gone; Error Code 2"
     assert str(Attempt().error("no step")) == "no step: TensorRT gave no reason"
+
+
+def test_reference_plugins_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin_library, "find_library", lambda _name: None)
+    with pytest.raises(UserError, match=r"libtokenweave_reference\.so: is not installed"):
+        plugin_library.register_reference("AllReduce")

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.library_tests import looked_into, run_alone
 
 from trtllm_tokenweave import recorder
 from trtllm_tokenweave.errors import UserError
@@ -110,30 +108,20 @@ def report() -> dict[str, Any]:
         tensorrt()
     except UserError as error:
         pytest.skip(str(error))
-    result = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
-    )
-    assert result.returncode == 0, result.stderr
-    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(run_alone(__file__).splitlines()[-1])
     return answer
 
 
-def _tool(*command: str) -> str:
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"no {command[0]}: install binutils")
-    return subprocess.run([*command, str(LIBRARY)], capture_output=True, text=True, check=True).stdout
-
-
 def test_only_tensorrts_two_functions_are_exported() -> None:
-    exported = {line.split()[-1] for line in _tool("nm", "-D", "--defined-only").splitlines()}
+    exported = {line.split()[-1] for line in looked_into(LIBRARY, "nm", "-D", "--defined-only").splitlines()}
     assert exported == {"getCreators", "setLoggerFinder"}
 
 
 def test_nothing_of_tensorrt_cuda_nccl_or_mpi_is_needed() -> None:
-    undefined = [line.split()[-1] for line in _tool("nm", "-D", "--undefined-only").splitlines()]
+    undefined = [line.split()[-1] for line in looked_into(LIBRARY, "nm", "-D", "--undefined-only").splitlines()]
     foreign = re.compile(r"nvinfer|^cu[A-Z]|^cuda|^cublas|^nccl|^MPI_|^getInferLib|^getPluginRegistry|^_ZN")
     assert [name for name in undefined if foreign.search(name)] == []
-    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", _tool("readelf", "-d"))
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", looked_into(LIBRARY, "readelf", "-d"))
     assert needed
     assert [name for name in needed if not SYSTEM_LIBRARIES.fullmatch(name)] == []
 

@@ -67,9 +67,8 @@ class StackBench:
 
 @dataclass
 class Running:
-    """An engine with its context, and the step that is bound."""
+    """An engine's context, and the step that is bound."""
 
-    engine: Engine
     context: EngineContext
     graphs: StepGraphs
     memory_bytes: int
@@ -91,10 +90,9 @@ class Running:
             fused_memory_bytes=fused,
         )
         plan = build_on_all_ranks(comm, lambda network: stack.build(network, variant, gemm), settings)
-        engine = Engine.of_plan(plan, comm)
-        context = engine.context(symmetric=symmetric and plan.result.mode != "stock")
+        context = Engine.of_plan(plan, comm).context(symmetric=symmetric and plan.result.mode != "stock")
         checks = [str(check) for check in plan.report.checks]
-        return cls(engine, context, StepGraphs(context), plan.report.memory_bytes, plan.report.plan_bytes, checks)
+        return cls(context, StepGraphs(context), plan.report.memory_bytes, plan.report.plan_bytes, checks)
 
 
 class StackRunner:

@@ -12,11 +12,10 @@ from trtllm_tokenweave.comm import MpiComm
 from trtllm_tokenweave.config import read_environment
 from trtllm_tokenweave.device import current_gpu, use_device
 from trtllm_tokenweave.errors import UserError
-from trtllm_tokenweave.libraries import find_library
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import preset
 from trtllm_tokenweave.passes import WeaveOptions
-from trtllm_tokenweave.plugin_library import plugin_library, register
+from trtllm_tokenweave.plugin_library import plugin_library, register_reference
 from trtllm_tokenweave.table import TableRow, default_table
 from trtllm_tokenweave.tensorrt_module import tensorrt
 from trtllm_tokenweave.waves import table_key
@@ -52,10 +51,7 @@ def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
     comm = MpiComm()
     use_device(comm.rank)
     plugin_library()
-    reference = find_library("tokenweave_reference")
-    if reference is None:
-        raise UserError("is not installed", where="libtokenweave_reference.so", fix="build it (plugins/README.md)")
-    register(reference, ("AllReduce",), "tensorrt_llm")
+    register_reference("AllReduce")
     options = WeaveOptions(Mapping(comm.size, comm.rank, comm.size), table, 8, max(arguments.tokens))
     gemms = cast("tuple[Gemm, ...]", arguments.gemms)
     bench = StackBench(

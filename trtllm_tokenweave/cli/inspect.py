@@ -22,9 +22,9 @@ from trtllm_tokenweave.llama import NetworkOptions, build_llama
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import ModelConfig, preset
 from trtllm_tokenweave.passes import WeaveOptions, WeaveResult, weave
-from trtllm_tokenweave.patterns import ALL_REDUCE_KEY
 from trtllm_tokenweave.recorder import RecordedNetwork
 from trtllm_tokenweave.recorder.enums import TRT_NAMES
+from trtllm_tokenweave.recorder.trtllm_plugins import ALL_REDUCE
 from trtllm_tokenweave.table import TableKey, TuningTable, load_table
 from trtllm_tokenweave.waves import default_table, table_key
 
@@ -108,7 +108,7 @@ def mapping_of(network: RecordedNetwork, path: Path, rank: int = 0) -> Mapping:
         UserError: when there is none, or ``rank`` is not in it.
     """
     for layer in network.layers:
-        if isinstance(layer, recorder.IPluginV2Layer) and layer.plugin.spec.key == ALL_REDUCE_KEY:
+        if isinstance(layer, recorder.IPluginV2Layer) and layer.plugin.spec.key == ALL_REDUCE:
             group = layer.plugin.fields["group"]
             size = len(group) if hasattr(group, "__len__") else 1
             return Mapping(size, rank, size)
@@ -121,7 +121,7 @@ def network_table(network: RecordedNetwork, mapping: Mapping, **fields: Any) -> 
     """The default rule for a recorded network, whose hidden size and dtype are those of its AllReduce layers."""
     names = {dtype: name for name, dtype in TRT_NAMES.items()}
     plugins = [layer for layer in network.layers if isinstance(layer, recorder.IPluginV2Layer)]
-    reduced = next(layer for layer in plugins if layer.plugin.spec.key == ALL_REDUCE_KEY).outputs[0]
+    reduced = next(layer for layer in plugins if layer.plugin.spec.key == ALL_REDUCE).outputs[0]
     moe = any(layer.plugin.plugin_type == "MixtureOfExperts" for layer in plugins)
     key = TableKey(
         tp_size=mapping.tp_size,

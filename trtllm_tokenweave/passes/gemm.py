@@ -14,9 +14,7 @@ from trtllm_tokenweave.passes import names
 from trtllm_tokenweave.passes.plan import WeavePlan
 from trtllm_tokenweave.plugin_specs import GEMM, NAMESPACE, VERSION, Half, SiteKind
 from trtllm_tokenweave.recorder.plugin import FieldValue
-
-#: TensorRT-LLM's plugin: input 0 times input 1.
-_TRTLLM_GEMM = ("Gemm", "1", "tensorrt_llm")
+from trtllm_tokenweave.recorder.trtllm_plugins import GEMM as TRTLLM_GEMM
 
 #: Fields with which TensorRT-LLM's plugin is the plain product x * W^T.
 _PLAIN = {"transa": 0, "transb": 1, "pad_lda": 0, "pad_ldb": 0, "pad_ldc": 0, "use_fp8": 0, "alpha": 1.0}
@@ -81,7 +79,7 @@ def _transposed(graph: Graph, node: Node) -> bool | None:
     """Whether the product reads its matrix as [n, k]; None for a layer that is no such product."""
     if node.kind == "MATRIX_MULTIPLY" and node.attribute("op0").name == "NONE":
         how = {"NONE": False, "TRANSPOSE": True}.get(node.attribute("op1").name)
-    elif node.plugin_key == _TRTLLM_GEMM and _is_plain(node.fields):
+    elif node.plugin_key == TRTLLM_GEMM and _is_plain(node.fields):
         how = True
     else:
         return None
