@@ -10,43 +10,12 @@
 
 #include "barrier.cuh"
 #include "peers.cuh"
+#include "push.cuh"
 #include "rows.cuh"
 #include "switch.cuh"
+#include "team_sum.cuh"
 
 namespace tokenweave {
-
-/// Sums one float per thread over a team. The partials of two rows alternate, so one barrier a row is enough.
-class TeamSum {
- public:
-  __device__ TeamSum() {
-    // Warps that the team lacks count as zero. The start barrier orders this before the first use.
-    for (int i = Team::thread(); i < 2 * kMaxWarps; i += Team::threads()) partials()[Team::index()][i] = 0.0f;
-  }
-
-  __device__ float operator()(float value) {
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
-    float* row = partials()[Team::index()] + parity_;
-    if (threadIdx.x % 32 == 0) row[Team::thread() / 32] = value;
-    ptx::named_barrier(1 + Team::index(), Team::threads());
-    float total = 0.0f;
-#pragma unroll 1
-    for (int warp = 0; warp < Team::threads() / 32; warp += 4) {
-      const float4 p = *reinterpret_cast<const float4*>(row + warp);
-      total += (p.x + p.y) + (p.z + p.w);
-    }
-    parity_ ^= kMaxWarps;
-    return total;
-  }
-
- private:
-  static constexpr int kMaxWarps = kMostThreads / 32;
-  __device__ static float (*partials())[2 * kMaxWarps] {
-    __shared__ __align__(16) float memory[kMaxTeams][2 * kMaxWarps];
-    return memory;
-  }
-  int parity_ = 0;
-};
 
 template <class Reader, class Writer>
 __global__ void __launch_bounds__(Reader::kMaxThreads, 1)
@@ -62,7 +31,7 @@ __global__ void __launch_bounds__(Reader::kMaxThreads, 1)
   // Own rows are final before the others arrive, so their loads start ahead of the barrier.
   Cursor cursor(args, rank);
   reader.start_own(cursor);
-  TeamSum team_sum;
+  TeamSum<kMaxTeams> team_sum;
   if (args.stage_input) {
     copy_rows(args, Writer::kSwitchReadsOwnRows ? -1 : rank, args.input.of_rank[rank], local().input);
     Writer::fence();
@@ -142,12 +111,19 @@ KernelEntry kernel_entry(int sources) {
   return {reinterpret_cast<const void*>(kernel), Reader::kLoader, sources, Reader::kMaxThreads};
 }
 
+template <typename T, int kRanks>
+KernelEntry push_entry() {
+  const auto kernel = &all_reduce_rms_norm_push_kernel<T, kRanks>;
+  return {reinterpret_cast<const void*>(kernel), Loader::kPush, 0, push_threads(kRanks)};
+}
+
 /// The kernels of one dtype; each dtype is its own translation unit, so that they build in parallel.
 template <typename T>
 KernelEntry find_kernel_of(Fabric fabric, Loader loader, int size) {
   if (fabric == Fabric::kMultimem) return kernel_entry<MultimemReader<T>, MultimemWriter>(MultimemReader<T>::kStages);
   if (fabric == Fabric::kSoftMulticast) return kernel_entry<CpAsyncReader<T, true>, PeerWriter<0>>(size + 1);
   if (loader == Loader::kCpAsync) return kernel_entry<CpAsyncReader<T, false>, PeerWriter<0>>(size + 1);
+  if (loader == Loader::kPush) return size == 2 ? push_entry<T, 2>() : push_entry<T, 0>();
   if (size == 2) return kernel_entry<BulkReader<T, 2>, PeerWriter<2>>(size + 1);
   return kernel_entry<BulkReader<T, 0>, PeerWriter<0>>(size + 1);
 }

@@ -34,6 +34,18 @@ __device__ __forceinline__ void report_fault(const KernelArgs& args, FaultSite s
   if (args.trap_on_fault) __trap();
 }
 
+/// For a wait, now and then: whether it took too long, which it reports as `site`, or another wait of this process did.
+/// `start` is 0 at first.
+__device__ __forceinline__ bool gives_up(const KernelArgs& args, const FaultSite& site, uint64_t& start) {
+  const uint64_t now = ptx::global_timer();
+  if (start == 0) start = now;
+  if (now - start > args.timeout_ns) {
+    report_fault(args, site);
+    return true;
+  }
+  return ptx::load_relaxed_gpu(args.fault_flag) != 0;
+}
+
 /// Thread p of a CTA's last warp exchanges signals with rank p; the first warp begins to load rows meanwhile. Epochs
 /// live in device memory, so they advance in replayed graphs, and each CTA has its own, so a call with fewer CTAs
 /// leaves the others' valid: every rank launches the same number.
@@ -51,10 +63,25 @@ class RankBarrier {
   /// wrote before is visible to the CTAs of the others afterwards; else the input must come from an earlier kernel.
   __device__ bool start(bool staged) {
     if (staged) __syncthreads();
-    bool failed = false;
+    announce(staged);
+    return started();
+  }
+
+  /// The first half of start(): tells the others that this rank makes the call.
+  __device__ void announce(bool staged) {
     // After a fault this rank's epochs are behind, so no later call may take the others' signals for its own.
-    if (waits()) failed = mine().faulty != 0 || !meet(Phase::kStart, mine().epoch, staged);
+    if (waits() && mine().faulty == 0) signal(mine().epoch, staged);
+  }
+  /// The second half: whether they do, and all threads of the CTA are `ready`.
+  __device__ bool started(bool ready = true) {
+    bool failed = !ready;
+    if (waits()) failed |= mine().faulty != 0 || !wait_for(peer(), Phase::kStart, mine().epoch);
     return !__syncthreads_or(failed);
+  }
+
+  /// Instead of end(), where this rank has what it needs and the others need no more than was sent.
+  __device__ void leave() {
+    if (waits() && peer() == 0) args_.pads[rank_]->epochs[blockIdx.x] = mine().epoch;
   }
 
   /// After all rows were read and stored: what the ranks stored here is visible, and they have read what they need.
@@ -63,7 +90,8 @@ class RankBarrier {
     bool failed = false;
     if (waits()) {
       const uint32_t epoch = mine().epoch + 1;
-      failed = !meet(Phase::kEnd, epoch, /*release=*/true);
+      signal(epoch, /*release=*/true);
+      failed = !wait_for(peer(), Phase::kEnd, epoch);
       if (peer() == 0) args_.pads[rank_]->epochs[blockIdx.x] = epoch;
     }
     return !__syncthreads_or(failed);
@@ -75,7 +103,7 @@ class RankBarrier {
     return threadIdx.y + 1 == blockDim.y && threadIdx.x + 32 >= blockDim.x && peer() < args_.size;
   }
 
-  __device__ bool meet(Phase phase, uint32_t epoch, bool release) const {
+  __device__ void signal(uint32_t epoch, bool release) const {
     const uint64_t signal = static_cast<uint64_t>(args_.signature) << 32 | epoch;
     uint64_t* signal_to_peer = &args_.pads[peer()]->signals[blockIdx.x][rank_];
     if (release) {
@@ -83,7 +111,6 @@ class RankBarrier {
     } else {
       ptx::store_relaxed_sys(signal_to_peer, signal);
     }
-    return wait_for(peer(), phase, epoch);
   }
 
   __device__ bool wait_for(int peer, Phase phase, uint32_t epoch) const {
@@ -93,20 +120,14 @@ class RankBarrier {
       const uint64_t signal = ptx::load_acquire_sys(slot);
       const auto seen = static_cast<uint32_t>(signal);
       if (static_cast<int32_t>(seen - epoch) >= 0) {
-        // A peer may be one signal ahead. At the start that is this call's end; at the end it may be the next call.
+        // A peer may be one signal ahead, at this call's end or in the next call: it has seen that the calls are one.
         const auto signature = static_cast<uint32_t>(signal >> 32);
-        if (phase == Phase::kEnd || signature == args_.signature) return true;
+        if (phase == Phase::kEnd || seen != epoch || signature == args_.signature) return true;
         report_fault(args_, {FaultCode::kRanksDisagree, rank_, peer, phase, epoch, signal});
         return false;
       }
-      if (spins % 256 == 0) {
-        const uint64_t now = ptx::global_timer();
-        if (start == 0) start = now;
-        if (now - start > args_.timeout_ns) {
-          report_fault(args_, {FaultCode::kTimeout, rank_, peer, phase, epoch, signal});
-          return false;
-        }
-        if (ptx::load_relaxed_gpu(args_.fault_flag) != 0) return false;
+      if (spins % 256 == 0 && gives_up(args_, {FaultCode::kTimeout, rank_, peer, phase, epoch, signal}, start)) {
+        return false;
       }
     }
   }

@@ -14,6 +14,8 @@ constexpr int kMaxHidden = 16384;
 constexpr int kMostThreads = 1024;  // of a CTA; a kernel may allow fewer
 /// Rows that the bulk loader has in flight for one team; a power of two.
 constexpr int kMaxStages = 4;
+/// Of the push loader, by the number of ranks, for more ranks need more registers.
+constexpr int push_threads(int size) { return size == 2 ? kMostThreads : 768; }
 /// Named barriers 1 to 15 serve the teams of a CTA; barrier 0 is __syncthreads.
 constexpr int kMaxTeams = 15;
 
@@ -26,23 +28,39 @@ enum class Fabric : int32_t {
   kSoftMulticast = 2,  ///< peer pointers with the switch's rounding: checks the arithmetic of kMultimem without it
 };
 
-/// How a kernel moves rows to shared memory.
+/// How a kernel moves rows.
 enum class Loader : int32_t {
   kCpAsync = 0,  ///< each thread its own vectors; every device and size
   kBulk = 1,     ///< the copy engine whole rows; from sm_90 on, where a row of all ranks fits
+  kPush = 2,     ///< each rank stores its part of a row in its owner's mailbox; every device, few tokens
 };
 
 /// Where the two cross-rank barriers of one call stand.
 enum class Phase : int32_t { kStart = 0, kEnd = 1 };
 
+/// What a rank knows of its mailbox, see push.cuh; touched by its owner only.
+struct MailboxState {
+  uint32_t turn;          ///< of the next call, below kMailboxTurns
+  uint32_t readers;       ///< CTAs of this call that have read the rest of this
+  uint32_t last_vectors;  ///< 16-byte vectors that the last call received at most
+};
+
 /// The head of every rank's symmetric buffer. A signal is {epoch, signature of the call} in one 64-bit word.
 struct SignalPad {
   uint64_t signals[kMaxCtas][kMaxRanks];  ///< [CTA][sender]; written by the sender, polled by the owner of the pad
   uint32_t epochs[kMaxCtas];              ///< last epoch that each CTA of the owner used; touched by the owner only
+  MailboxState mailbox;
 };
-/// Tensors start here.
 constexpr size_t kSignalPadBytes = 32768;
 static_assert(sizeof(SignalPad) <= kSignalPadBytes);
+/// After it comes the mailbox, for kMailboxTurns calls in turn. Its bytes start out as 0xff.
+constexpr int kMailboxTurns = 3;
+/// What a rank receives at most in one call: 256 tokens of hidden size 8192 in 16 bits with two ranks, as far as the
+/// push loader is the fastest.
+constexpr size_t kMailboxTurnBytes = 4 << 20;
+constexpr size_t kMailboxBytes = kMailboxTurns * kMailboxTurnBytes;
+/// Tensors start here.
+constexpr size_t kTensorOffset = kSignalPadBytes + kMailboxBytes;
 
 enum class FaultCode : uint32_t { kNone = 0, kTimeout = 1, kRanksDisagree = 2 };
 

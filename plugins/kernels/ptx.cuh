@@ -103,6 +103,21 @@ __device__ __forceinline__ void store16(void* global, uint4 v) {
                : "memory");
 }
 
+/// Each of the four words by itself is as another GPU stored it, or was before.
+__device__ __forceinline__ uint4 load_relaxed_sys16(const void* global) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(global)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_relaxed_sys16(void* global, uint4 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
 __device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* p) {
   uint64_t v;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");

@@ -49,16 +49,25 @@ class Staging {
   size_t used_ = 0;
 };
 
+/// The whole tensors of one call.
+struct WholeTensors {
+  const Group& group;
+  const TwAllReduceRmsNormTensors* of_local;  ///< of every local rank
+  size_t bytes;                               ///< of each
+  bool staged;                                ///< wherever they lie
+};
+
 /// Symmetric when it lies in tensor memory, at one offset for all local ranks.
-Status place(const Group& group, const char* name, const TwAllReduceRmsNormTensors* tensors,
-             const void* (*get)(const TwAllReduceRmsNormTensors&), size_t bytes, Placement* placement) {
+Status place(const WholeTensors& tensors, const char* name, const void* (*get)(const TwAllReduceRmsNormTensors&),
+             Placement* placement) {
+  const Group& group = tensors.group;
   for (int local = 0; local < group.local_ranks(); ++local) {
-    const auto* pointer = static_cast<const uint8_t*>(get(tensors[local]));
+    const auto* pointer = static_cast<const uint8_t*>(get(tensors.of_local[local]));
     TW_RETURN_IF_ERROR(check_pointer(pointer, name));
     const uint8_t* begin = group.buffer(group.rank() + local) + group.tensor_offset();
-    const bool inside = pointer >= begin && pointer < begin + group.tensor_bytes();
+    const bool inside = !tensors.staged && pointer >= begin && pointer < begin + group.tensor_bytes();
     const size_t offset = inside ? static_cast<size_t>(pointer - begin) : 0;
-    if (inside && offset + bytes > group.tensor_bytes()) {
+    if (inside && offset + tensors.bytes > group.tensor_bytes()) {
       return error(TW_INVALID_ARGUMENT, std::string(name) + " reaches past the end of the group's tensor memory");
     }
     const Placement here{inside ? group.tensor_offset() + offset : 0, !inside};
@@ -162,6 +171,7 @@ Status all_reduce_rms_norm(Group& group, const TwAllReduceRmsNorm& op, const TwA
   TW_RETURN_IF_ERROR(pick_fabric(group, launch.fabric, &request.fabric));
   request.size = group.size();
   request.loopback = group.loopback();
+  request.gather_residual = op.gather_residual != 0;
   request.rows_per_rank = (op.num_tokens + group.size() - 1) / group.size();
   request.vectors_per_row = static_cast<int>(row_bytes / kVectorBytes);
   request.ctas = launch.ctas;
@@ -176,11 +186,14 @@ Status all_reduce_rms_norm(Group& group, const TwAllReduceRmsNorm& op, const TwA
   TW_RETURN_IF_ERROR(plan_launch(request, group.limits(), &plan));
 
   using Tensors = TwAllReduceRmsNormTensors;
+  const WholeTensors whole{group, tensors, bytes, op.staged != 0};
   Placement input, normed, residual_out;
-  TW_RETURN_IF_ERROR(place(group, "input", tensors, [](const Tensors& t) { return t.input; }, bytes, &input));
-  TW_RETURN_IF_ERROR(
-      place(group, "normed", tensors, [](const Tensors& t) -> const void* { return t.normed; }, bytes, &normed));
+  TW_RETURN_IF_ERROR(place(whole, "input", [](const Tensors& t) { return t.input; }, &input));
+  TW_RETURN_IF_ERROR(place(whole, "normed", [](const Tensors& t) -> const void* { return t.normed; }, &normed));
   Staging staging(group);
+  // What is pushed is read and written by its own rank only, wherever it lies.
+  const bool pushed = loader == Loader::kPush;
+  if (pushed) input = normed = Placement{};
   // A row's owner reads it on every rank before it writes it there, so input and normed share one piece.
   if (input.staged || normed.staged) {
     const size_t offset = staging.take(bytes);
@@ -188,9 +201,9 @@ Status all_reduce_rms_norm(Group& group, const TwAllReduceRmsNorm& op, const TwA
     if (normed.staged) normed.offset = offset;
   }
   if (op.gather_residual != 0) {
-    TW_RETURN_IF_ERROR(place(
-        group, "residual_out", tensors, [](const Tensors& t) -> const void* { return t.residual_out; }, bytes,
-        &residual_out));
+    TW_RETURN_IF_ERROR(
+        place(whole, "residual_out", [](const Tensors& t) -> const void* { return t.residual_out; }, &residual_out));
+    if (pushed) residual_out = Placement{};
     if (residual_out.staged) residual_out.offset = staging.take(bytes);
   }
   TW_RETURN_IF_ERROR(staging.check());
@@ -223,7 +236,7 @@ Status all_reduce_rms_norm(Group& group, const TwAllReduceRmsNorm& op, const TwA
   args.eps = op.eps;
   args.inverse_hidden = 1.0f / static_cast<float>(op.hidden);
   args.signature = signature_of(op.dtype, op.num_tokens, op.hidden, op.residual_sharded, op.gather_residual, op.eps,
-                                op.bias != nullptr, request.fabric, plan.ctas, input.offset, normed.offset,
+                                op.bias != nullptr, request.fabric, plan.ctas, pushed, input.offset, normed.offset,
                                 input.staged, normed.staged, residual_out.offset);
   const DeviceScope scope(group.device());
   TW_RETURN_IF_ERROR(scope.status());
@@ -233,7 +246,7 @@ Status all_reduce_rms_norm(Group& group, const TwAllReduceRmsNorm& op, const TwA
 Status prepare_kernels(int size, const DeviceLimits& limits) {
   for (const DataType dtype : {DataType::kBfloat16, DataType::kHalf, DataType::kFloat}) {
     for (const Fabric fabric : {Fabric::kPeer, Fabric::kMultimem, Fabric::kSoftMulticast}) {
-      for (const Loader loader : {Loader::kCpAsync, Loader::kBulk}) {
+      for (const Loader loader : {Loader::kCpAsync, Loader::kBulk, Loader::kPush}) {
         const void* kernel = find_kernel(dtype, fabric, loader, size).function;
         cudaFuncAttributes attributes{};
         TW_RETURN_IF_ERROR(cuda_status(cudaFuncGetAttributes(&attributes, kernel), "loading AllReduceRmsNorm"));

@@ -16,9 +16,10 @@ struct DeviceLimits {
 
 struct LaunchRequest {
   Fabric fabric = Fabric::kPeer;
-  KernelEntry kernel;     ///< for the loader that pick_loader() gave
+  KernelEntry kernel{};   ///< for the loader that pick_loader() gave
   int size = 1;           ///< ranks
   bool loopback = false;  ///< all ranks share the device's SMs
+  bool gather_residual = false;
   int rows_per_rank = 0;
   int vectors_per_row = 0;
   int ctas = 0;          ///< 0: default
@@ -38,7 +39,7 @@ struct LaunchPlan {
 /// Static shared memory of the kernel, rounded up; what the driver reserves per CTA is in it too.
 constexpr size_t kStaticSharedBytes = 5120;
 
-/// `wanted`, with auto resolved; TW_UNSUPPORTED when the bulk loader is wanted where it cannot be. `bulk` is its
+/// `wanted`, with auto resolved; TW_UNSUPPORTED when a loader is wanted where it cannot be. `bulk` is the bulk loader's
 /// kernel.
 Status pick_loader(const LaunchRequest& request, const KernelEntry& bulk, const DeviceLimits& limits, TwLoader wanted,
                    Loader* loader);

@@ -11,6 +11,8 @@ const DeviceLimits kL40{142, 101376, 89};
 KernelEntry bulk(int size) { return {nullptr, Loader::kBulk, size + 1, size == 2 ? 1024 : 768}; }
 KernelEntry cp_async(int size) { return {nullptr, Loader::kCpAsync, size + 1, 1024}; }
 
+KernelEntry push(int size) { return {nullptr, Loader::kPush, 0, push_threads(size)}; }
+
 /// hidden 8192 in bf16, two ranks, 4096 tokens.
 LaunchRequest request() {
   LaunchRequest r;
@@ -70,6 +72,124 @@ TEST(LaunchPlan, KeepsWithinSharedMemory) {
   EXPECT_EQ(planned(r).teams, 1);
 }
 
+TEST(LaunchPlan, PushesAVectorAThreadWhileThereAreThreads) {
+  LaunchRequest r = request();
+  r.kernel = push(2);
+  r.rows_per_rank = 32;
+  EXPECT_EQ(planned(r).team_threads, 1024);
+  EXPECT_EQ(planned(r).teams, 1);
+  EXPECT_EQ(planned(r).shared_bytes, 0u);
+  r.threads = 600;
+  EXPECT_EQ(planned(r).team_threads, 576);
+  r.threads = 255;
+  LaunchPlan plan;
+  EXPECT_EQ(plan_launch(r, kH200, &plan).code, TW_INVALID_ARGUMENT);
+  r.threads = 0;
+  r.vectors_per_row = 72;
+  EXPECT_EQ(planned(r, kL40).team_threads, 96);
+}
+
+TEST(LaunchPlan, PushesWithACtaForEachOwnRow) {
+  LaunchRequest r = request();
+  r.kernel = push(2);
+  const auto ctas = [&r](int rows) {
+    r.rows_per_rank = rows;
+    return planned(r).ctas;
+  };
+  EXPECT_EQ(ctas(1), 64);
+  EXPECT_EQ(ctas(32), 64);
+  EXPECT_EQ(ctas(64), 64);
+  EXPECT_EQ(ctas(65), 132);
+  EXPECT_EQ(ctas(128), 132);
+  r.ctas = 96;
+  EXPECT_EQ(ctas(64), 96);
+  r.ctas = 0;
+  r.loopback = true;
+  EXPECT_EQ(ctas(64), 64);
+  EXPECT_EQ(ctas(65), 66);
+}
+
+TEST(PickLoader, PushesWhereItCan) {
+  const auto code = [](const LaunchRequest& r, const DeviceLimits& limits = kH200) {
+    Loader loader{};
+    const TwCode found = pick_loader(r, bulk(r.size), limits, TW_LOADER_PUSH, &loader).code;
+    EXPECT_TRUE(found != TW_OK || loader == Loader::kPush);
+    return found;
+  };
+  LaunchRequest r = request();
+  EXPECT_EQ(code(r), TW_UNSUPPORTED);  // 64 MiB to receive
+  r.rows_per_rank = 128;               // 2 MiB of parts, 2 MiB of results
+  EXPECT_EQ(code(r), TW_OK);
+  EXPECT_EQ(code(r, kL40), TW_OK);
+  r.rows_per_rank = 129;
+  EXPECT_EQ(code(r), TW_UNSUPPORTED);
+  r.gather_residual = true;
+  r.rows_per_rank = 85;  // and residuals
+  EXPECT_EQ(code(r), TW_OK);
+  r.rows_per_rank = 86;
+  EXPECT_EQ(code(r), TW_UNSUPPORTED);
+  r.gather_residual = false;
+  r.size = 8;
+  r.rows_per_rank = 18;  // of seven others
+  EXPECT_EQ(code(r), TW_OK);
+  r.rows_per_rank = 19;
+  EXPECT_EQ(code(r), TW_UNSUPPORTED);
+  r.rows_per_rank = 1;
+  r.vectors_per_row = 4096;            // hidden 16384 in fp32
+  EXPECT_EQ(code(r), TW_UNSUPPORTED);  // more registers, so fewer threads
+  r.size = 2;
+  EXPECT_EQ(code(r), TW_OK);
+  r.size = 1;
+  EXPECT_EQ(code(r), TW_UNSUPPORTED);
+  r.size = 2;
+  r.fabric = Fabric::kSoftMulticast;
+  EXPECT_EQ(code(r), TW_UNSUPPORTED);
+}
+
+TEST(PickLoader, PushesByItselfWhereItIsFaster) {
+  const auto pushes = [](const LaunchRequest& r, const DeviceLimits& limits = kH200, TwLoader wanted = TW_LOADER_AUTO) {
+    Loader loader{};
+    EXPECT_EQ(pick_loader(r, bulk(r.size), limits, wanted, &loader).code, TW_OK);
+    return loader == Loader::kPush;
+  };
+  LaunchRequest r = request();
+  EXPECT_FALSE(pushes(r));
+  r.rows_per_rank = 128;
+  EXPECT_TRUE(pushes(r));
+  EXPECT_FALSE(pushes(r, kH200, TW_LOADER_BULK));
+  EXPECT_FALSE(pushes(r, kH200, TW_LOADER_CP_ASYNC));
+  EXPECT_FALSE(pushes(r, {108, 166912, 80}));  // two rows for some CTAs
+  r.ctas = 64;
+  EXPECT_FALSE(pushes(r));
+  r.rows_per_rank = 64;
+  EXPECT_TRUE(pushes(r));
+  r.rows_per_rank = 1;
+  EXPECT_TRUE(pushes(r));
+  r.ctas = 63;
+  EXPECT_FALSE(pushes(r));
+  r.ctas = 0;
+  EXPECT_TRUE(pushes(r));
+  EXPECT_TRUE(pushes(r, kL40));
+  r.rows_per_rank = 129;
+  EXPECT_FALSE(pushes(r));  // more than the mailbox holds
+  r.vectors_per_row = 512;
+  EXPECT_TRUE(pushes(r));
+  r.rows_per_rank = 133;
+  EXPECT_FALSE(pushes(r));
+  r.rows_per_rank = 16;
+  r.loopback = true;
+  EXPECT_TRUE(pushes(r));
+  r.size = 8;
+  EXPECT_FALSE(pushes(r));  // 16 CTAs for each rank
+  r.loopback = false;
+  EXPECT_TRUE(pushes(r));
+  r.fabric = Fabric::kMultimem;
+  EXPECT_FALSE(pushes(r));
+  r.fabric = Fabric::kPeer;
+  r.size = 1;
+  EXPECT_FALSE(pushes(r));
+}
+
 TEST(PickLoader, TakesTheCopyEngineWhereItCanBeAndIsFaster) {
   const auto picked = [](const LaunchRequest& r, const DeviceLimits& limits, TwLoader wanted = TW_LOADER_AUTO) {
     Loader loader{};
@@ -84,7 +204,7 @@ TEST(PickLoader, TakesTheCopyEngineWhereItCanBeAndIsFaster) {
   EXPECT_EQ(picked(r, kH200), Loader::kBulk);
   EXPECT_EQ(picked(r, kH200, TW_LOADER_CP_ASYNC), Loader::kCpAsync);
   r.ctas = 0;
-  r.rows_per_rank = 128;
+  r.rows_per_rank = 129;
   EXPECT_EQ(picked(r, kH200), Loader::kBulk);
 
   const auto impossible = [](const LaunchRequest& bad, const DeviceLimits& limits) {

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 
-from gpu.oracle import Problem, check_normed, check_residual
-from trtllm_tokenweave.native import AUTO, PEER, SOFT_MULTICAST, Group, LaunchConfig, RankTensors
+from gpu.oracle import Problem, Shape, check_normed, check_residual
+from trtllm_tokenweave.c_interface import UNSUPPORTED, LibraryError
+from trtllm_tokenweave.native import AUTO, PEER, PUSH, SOFT_MULTICAST, Group, LaunchConfig, RankTensors
+
+MAILBOX_BYTES = 4 << 20  # of one call of the push loader
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,15 @@ class Variant:
     loader: int = AUTO
     ctas: int = 0
     threads: int = 0
+
+
+def supported(shape: Shape, variant: Variant) -> bool:
+    """Whether the variant's loader can serve the shape; of the bulk loader not asked."""
+    if variant.loader != PUSH:
+        return True
+    row = shape.hidden * shape.dtype.itemsize
+    rows = -(-shape.tokens // shape.size) * (shape.size - 1) * (3 if variant.gather_residual else 2)
+    return shape.size > 1 and rows * row <= MAILBOX_BYTES and row <= 16 * 4 * (1024 if shape.size == 2 else 768)
 
 
 def place(group: Group, rank: int, problem: Problem, variant: Variant) -> RankTensors:
@@ -58,10 +71,20 @@ def launch(group: Group, problem: Problem, variant: Variant, tensors: list[RankT
 
 
 def run_and_check(group: Group, problem: Problem, variant: Variant, *, exact: bool) -> None:
-    """Runs the problem on all ranks of this process; every rank's outputs are checked, `exact` with zero tolerance."""
+    """Runs the problem on all ranks of this process; every rank's outputs are checked, `exact` with zero tolerance.
+
+    Where the variant's loader cannot serve the problem, checks that it is refused.
+    """
     ranks = range(problem.size) if group.loopback else [group.rank]
     tensors = [place(group, rank, problem, variant) for rank in ranks]
     torch.cuda.synchronize()
+    tokens, hidden = problem.residual.shape
+    shape = Shape(problem.size, tokens, hidden, problem.residual.dtype)
+    if not supported(shape, variant) and tokens > 0:
+        with pytest.raises(LibraryError, match="loader needs") as caught:
+            launch(group, problem, variant, tensors)
+        assert caught.value.code == UNSUPPORTED
+        return
     launch(group, problem, variant, tensors)
     torch.cuda.synchronize()
     group.check()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from gpu.oracle import Problem, Shape, exact_problem, random_problem
 from gpu.runs import Variant, launch, place, run_and_check
 from trtllm_tokenweave.bench.processes import run_ranks
 from trtllm_tokenweave.c_interface import RANKS_DISAGREE, TIMEOUT, LibraryError
-from trtllm_tokenweave.native import CP_ASYNC, PEER, SOFT_MULTICAST, Group
+from trtllm_tokenweave.native import AUTO, BULK, CP_ASYNC, PUSH, SOFT_MULTICAST, Group
 
 MEGABYTE = 1 << 20
 STRESS_ITERATIONS = int(os.environ.get("TOKENWEAVE_STRESS", "100000"))
@@ -43,6 +45,9 @@ def correctness(rank: int, address: str) -> list[int]:
         Variant(symmetric=False, in_place=False, ctas=16),
         Variant(symmetric=False, gather_residual=True),
         Variant(loader=CP_ASYNC, gather_residual=True),
+        Variant(loader=BULK),
+        Variant(loader=PUSH),
+        Variant(loader=PUSH, symmetric=False, residual_sharded=False, gather_residual=True, ctas=8),
         Variant(fabric=SOFT_MULTICAST, ctas=8),
     ]
     sizes = [(1, 8), (3, 576), (64, 8192), (257, 5120), (1000, 4096), (19, 16384), (2048, 8192)]
@@ -54,12 +59,13 @@ def correctness(rank: int, address: str) -> list[int]:
                 run_and_check(group, exact_problem(shape, device, seed, with_bias=with_bias), variant, exact=True)
                 run_and_check(group, random_problem(shape, device, seed, with_bias=with_bias), variant, exact=False)
     for hidden in (8192, 16384):
-        problem = random_problem(Shape(2, 8192, hidden, torch.bfloat16), device, 5, with_bias=False)
-        tensors = [place(group, rank, problem, Variant(fabric=PEER))]
-        torch.cuda.synchronize()
-        launch(group, problem, Variant(fabric=PEER), tensors)
-        torch.cuda.synchronize()
-        sums.append(checksum(tensors[0].normed))
+        for tokens, loader in ((8192, AUTO), (64, PUSH)):
+            problem = random_problem(Shape(2, tokens, hidden, torch.bfloat16), device, 5, with_bias=False)
+            tensors = [place(group, rank, problem, Variant(loader=loader))]
+            torch.cuda.synchronize()
+            launch(group, problem, Variant(loader=loader), tensors)
+            torch.cuda.synchronize()
+            sums.append(checksum(tensors[0].normed))
     group.close()
     return sums
 
@@ -78,6 +84,8 @@ def stress(rank: int, address: str) -> int:
         (7, Variant(symmetric=False, in_place=False, ctas=3)),
         (129, Variant(loader=CP_ASYNC, in_place=False, ctas=20)),
         (200, Variant(symmetric=False, in_place=False, ctas=8)),
+        (64, Variant(loader=PUSH, in_place=False)),
+        (7, Variant(loader=PUSH, symmetric=False, in_place=False, ctas=3)),
     ):
         for seed in range(3):
             problem = exact_problem(Shape(2, tokens, 2048, torch.bfloat16), device, seed, with_bias=False)
@@ -106,15 +114,15 @@ def stress(rank: int, address: str) -> int:
     return result
 
 
-def expect_fault(group: Group, problem: Problem, code: int, words: str) -> float:
+def expect_fault(group: Group, problem: Problem, variant: Variant, code: int, words: str) -> float:
     """Queues a call that cannot end; returns the seconds until the group said so."""
-    tensors = [place(group, group.rank, problem, Variant(in_place=False))]
+    tensors = [place(group, group.rank, problem, variant)]
     torch.cuda.synchronize()
     start = time.monotonic()
-    launch(group, problem, Variant(in_place=False), tensors)
+    launch(group, problem, variant, tensors)
     torch.cuda.synchronize()
     seconds = time.monotonic() - start
-    for attempt in (group.check, lambda: launch(group, problem, Variant(in_place=False), tensors)):
+    for attempt in (group.check, lambda: launch(group, problem, variant, tensors)):
         with pytest.raises(LibraryError, match=words) as caught:
             attempt()
         assert caught.value.code == code
@@ -123,26 +131,49 @@ def expect_fault(group: Group, problem: Problem, code: int, words: str) -> float
     return seconds
 
 
-def killed(rank: int, address: str) -> float:
+def killed(rank: int, address: str, variant: Variant) -> float:
     group = make_group(rank, address, timeout_ms=TIMEOUT_MS)
-    problem = exact_problem(Shape(2, 512, 4096, torch.bfloat16), torch.device("cuda", rank), 0, with_bias=False)
+    problem = exact_problem(Shape(2, 256, 4096, torch.bfloat16), torch.device("cuda", rank), 0, with_bias=False)
     for _ in range(10):
-        run_and_check(group, problem, Variant(in_place=False), exact=True)
+        run_and_check(group, problem, variant, exact=True)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    seconds = expect_fault(group, problem, TIMEOUT, "rank 0 with rank 1 at the start of a call")
+    seconds = expect_fault(group, problem, variant, TIMEOUT, "rank 0 with rank 1 at the start of a call")
     with pytest.raises(LibraryError, match="rank 1"):
         group.close()
     return seconds
 
 
-def disagreement(rank: int, address: str) -> float:
+def disagreement(rank: int, address: str, variants: tuple[Variant, Variant], tokens: tuple[int, int]) -> float:
     group = make_group(rank, address, timeout_ms=TIMEOUT_MS)
     device = torch.device("cuda", rank)
-    problem = exact_problem(Shape(2, 512 + rank, 4096, torch.bfloat16), device, 0, with_bias=False)
-    seconds = expect_fault(group, problem, RANKS_DISAGREE, f"rank {rank} with rank {1 - rank} at the start of a call")
+    problem = exact_problem(Shape(2, tokens[rank], 4096, torch.bfloat16), device, 0, with_bias=False)
+    words = f"rank {rank} with rank {1 - rank} at the start of a call"
+    seconds = expect_fault(group, problem, variants[rank], RANKS_DISAGREE, words)
     group.close()
     return seconds
+
+
+def late(rank: int, address: str) -> None:
+    """Rank 1 owns no row of the call and gives up on it, another one queued behind it; then rank 0 comes."""
+    group = make_group(rank, address, timeout_ms=TIMEOUT_MS)
+    device = torch.device("cuda", rank)
+    shape = Shape(2, 1, 4096, torch.bfloat16)
+    first, second = (exact_problem(shape, device, seed, with_bias=False) for seed in (0, 1))
+    variant = Variant(loader=PUSH, symmetric=False, in_place=False)
+    run_and_check(group, first, variant, exact=True)
+    if rank == 0:
+        time.sleep(2 * TIMEOUT_MS / 1000)
+        run_and_check(group, first, variant, exact=True)
+    else:
+        placed = [(problem, place(group, rank, problem, variant)) for problem in (first, second)]
+        torch.cuda.synchronize()
+        for problem, tensors in placed:
+            launch(group, problem, variant, [tensors])
+        torch.cuda.synchronize()
+        with pytest.raises(LibraryError, match="rank 1 with rank 0 at the start of a call"):
+            group.check()
+    group.close()
 
 
 def test_values() -> None:
@@ -154,11 +185,28 @@ def test_stalled_ranks_give_no_wrong_value() -> None:
     assert run_ranks(stress, timeout=400) == [0, 0]
 
 
-def test_a_killed_rank_is_a_timeout_on_the_other() -> None:
-    seconds, died = run_ranks(killed)
+LOADERS = [Variant(loader=loader, in_place=False) for loader in (AUTO, BULK, PUSH)]
+
+
+@pytest.mark.parametrize("variant", LOADERS, ids=lambda v: str(v.loader))
+def test_a_killed_rank_is_a_timeout_on_the_other(variant: Variant) -> None:
+    seconds, died = run_ranks(partial(killed, variant=variant))
     assert died is None
     assert TIMEOUT_MS / 1000 * 0.9 < seconds < TIMEOUT_MS / 1000 + 1
 
 
-def test_ranks_that_make_different_calls_both_learn_it() -> None:
-    assert all(seconds < 1 for seconds in run_ranks(disagreement))
+def test_calls_queued_behind_a_fault_reach_no_rank_that_is_late() -> None:
+    run_ranks(late)
+
+
+@pytest.mark.parametrize("variant", LOADERS, ids=lambda v: str(v.loader))
+def test_ranks_that_make_different_calls_both_learn_it(variant: Variant) -> None:
+    assert all(
+        seconds < 1 for seconds in run_ranks(partial(disagreement, variants=(variant, variant), tokens=(256, 255)))
+    )
+
+
+def test_ranks_with_different_loaders_both_learn_it() -> None:
+    ctas = [dataclasses.replace(variant, ctas=16) for variant in LOADERS]
+    run = partial(disagreement, variants=(ctas[1], ctas[2]), tokens=(256, 256))
+    assert all(seconds < 1 for seconds in run_ranks(run))

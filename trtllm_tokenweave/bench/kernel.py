@@ -7,6 +7,7 @@ the ranks are aligned before each run, all work is queued ahead, buffers rotate,
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import json
 import subprocess
 import sys
@@ -22,10 +23,22 @@ import torch.distributed as dist
 from trtllm_tokenweave.bench import peers
 from trtllm_tokenweave.bench.processes import run_ranks
 from trtllm_tokenweave.bench.timing import Aligner, Operation, over_ranks, time_all
+from trtllm_tokenweave.c_interface import UNSUPPORTED, LibraryError
 from trtllm_tokenweave.config import prepare_benchmark
 from trtllm_tokenweave.libraries import ROOT
-from trtllm_tokenweave.native import Call, Group, LaunchConfig, RankTensors, library
+from trtllm_tokenweave.native import (
+    AUTO,
+    BULK,
+    CP_ASYNC,
+    PUSH,
+    Call,
+    Group,
+    LaunchConfig,
+    RankTensors,
+    library,
+)
 
+LOADERS = {"auto": AUTO, "cp_async": CP_ASYNC, "bulk": BULK, "push": PUSH}
 CTAS = (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 132)
 EPS = 1e-5
 BYTES = 3 << 30  # of symmetric memory
@@ -35,11 +48,13 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class KernelBench:
-    """What to measure: hidden sizes, token counts, and whether the peers take part."""
+    """What to measure: hidden sizes, token counts, whether the peers take part, loaders (of LOADERS) and CTAs."""
 
     hidden: tuple[int, ...] = (8192,)
     tokens: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
     peers: bool = True
+    loaders: tuple[str, ...] = ("auto",)
+    ctas: tuple[int, ...] = CTAS
 
 
 @dataclass
@@ -49,7 +64,7 @@ class Bench:
     group: Group
     align: Aligner
     hidden: int
-    with_peers: bool
+    arguments: KernelBench
     call: Call
     norm: peers.AddNorm
     unfused: dict[str, peers.NcclWindow | peers.TorchTwoShot]
@@ -73,33 +88,43 @@ class Bench:
         """One row of the results and the sweep behind it."""
         sets, offsets = self.sets(tokens)
         operations: dict[str, Operation] = {}
-        for ctas in CTAS:
-            if ctas <= 2 * max(8, -(-tokens // 2)):
-                operations[f"fused@{ctas}"] = self.fused(sets, LaunchConfig(ctas=ctas))
+        swept = {}
+        for loader, ctas in itertools.product(self.arguments.loaders, self.arguments.ctas):
+            if ctas <= 2 * max(8, -(-tokens // 2)) or loader == "push":
+                swept[f"{loader}@{ctas}"] = self.fused(sets, LaunchConfig(loader=LOADERS[loader], ctas=ctas))
+        for name, operation in swept.items():
+            if self.possible(operation, sets, name):
+                operations[name] = operation
         operations["default"] = self.fused(sets, LaunchConfig())
         staged = [RankTensors(t.input.clone(), t.residual, torch.empty_like(t.input), t.residual_out) for t in sets[:8]]
         operations["staged@16"] = self.fused(staged, LaunchConfig(ctas=16))
         operations["staged"] = self.fused(staged, LaunchConfig())
         operations["floor"] = peers.floor(self.group, [(t.input, t.normed) for t in sets], offsets)
-        others = self.candidates(sets) if self.with_peers else {}
+        others = self.candidates(sets) if self.arguments.peers else {}
         for name, peer in others.items():
             self.verify(peer, name)
             operations[name] = peer.run
         for name, operation in operations.items():
-            if name != "floor" and name not in others:
+            if name != "floor" and name not in others and name not in swept:
                 over = staged if name.startswith("staged") else sets
                 self.verify(peers.Peer(operation, over, gathers_residual=False), name)
         whole = peers.whole(sets[:8], [t.input for t in sets[:8]])
         norm_only = [self.norm.prepare(t.input, t) for t in whole]
         operations["norm"] = lambda i: norm_only[i % len(norm_only)]()
         times = time_all(operations, lambda _: self.align(), 30 if tokens <= 2048 else 15)
-        best = min(CTAS, key=lambda ctas: times.get(f"fused@{ctas}", float("inf")))
+        best = min((name for name in swept if name in times), key=lambda name: times[name])
+        sweeps: dict[str, dict[str, float]] = {loader: {} for loader in self.arguments.loaders}
+        for name in swept:
+            if name in times:
+                loader, ctas_text = name.split("@")
+                sweeps[loader][ctas_text] = times[name]
         return {
             "num_tokens": tokens,
             "hidden": self.hidden,
             "dtype": "bfloat16",
-            "ctas": best,
-            "fused_us": times[f"fused@{best}"],
+            "ctas": int(best.split("@")[1]),
+            "loader": best.split("@")[0],
+            "fused_us": times[best],
             "nccl_norm_us": times.get("nccl+norm"),
             "peers": {name: times[name] for name in others},
             "floor_us": times["floor"],
@@ -107,8 +132,19 @@ class Bench:
             "staged_us": times["staged"],
             "staged_16_ctas_us": times["staged@16"],
             "norm_us": times["norm"],
-            "sweep": {str(ctas): times[f"fused@{ctas}"] for ctas in CTAS if f"fused@{ctas}" in times},
+            "sweep": sweeps[self.arguments.loaders[0]],
+            "sweeps": sweeps,
         }
+
+    def possible(self, operation: Operation, sets: list[RankTensors], name: str) -> bool:
+        """Whether the library can do it at this size; then it was verified."""
+        try:
+            self.verify(peers.Peer(operation, sets, gathers_residual=False), name)
+        except LibraryError as error:
+            if error.code != UNSUPPORTED:
+                raise
+            return False
+        return True
 
     def fused(self, sets: list[RankTensors], launch: LaunchConfig) -> Operation:
         """The kernel over these tensors."""
@@ -200,14 +236,27 @@ def body(rank: int, address: str, arguments: KernelBench) -> list[dict[str, Any]
             "torch_two_shot+norm": optional(peers.TorchTwoShot, num_bytes),
         }
         there = {name: peer for name, peer in unfused.items() if peer is not None}
-        bench = Bench(group, Aligner(group), hidden, arguments.peers, call, norm, there, flashinfer)
+        bench = Bench(group, Aligner(group), hidden, arguments, call, norm, there, flashinfer)
         for tokens in arguments.tokens:
             rows.append(bench.measure(tokens))
             torch.cuda.empty_cache()
             if rank == 0:
                 print(json.dumps(rows[-1]), flush=True)
+                if len(arguments.loaders) > 1:
+                    print(compact(rows[-1]), flush=True)
         group.close()
     return rows
+
+
+def compact(row: dict[str, Any]) -> str:
+    """The sweeps of one row as a table of microseconds, and how much slower than the best of all."""
+    lines = [
+        f"{row['num_tokens']} tokens: floor {row['floor_us']}, default {row['default_us']}, best {row['fused_us']}"
+    ]
+    for loader, sweep in row["sweeps"].items():
+        cells = (f"{ctas:>4}: {us:7.2f} {us / row['fused_us']:5.3f}" for ctas, us in sweep.items())
+        lines.append(f"  {loader:9}" + " |".join(cells))
+    return "\n".join(lines)
 
 
 def machine() -> dict[str, Any]:
