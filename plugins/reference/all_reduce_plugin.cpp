@@ -1,6 +1,5 @@
 #include "all_reduce_plugin.h"
 
-#include <algorithm>
 #include <map>
 #include <string>
 
@@ -30,12 +29,6 @@ const std::map<int8_t, const char*>& refused_strategies() {
 
 constexpr int8_t kLastStrategy = 8;  // NCCL_SYMMETRIC
 
-int64_t elements(const nvinfer1::Dims& dims) {
-  int64_t count = 1;
-  for (int32_t i = 0; i < dims.nbDims; ++i) count *= dims.d[i];
-  return count;
-}
-
 }  // namespace
 
 void AllReduceFields::visit(trt::FieldVisitor& visitor, nvinfer1::TensorRTPhase phase) {
@@ -54,8 +47,7 @@ void AllReduceFields::visit(trt::FieldVisitor& visitor, nvinfer1::TensorRTPhase 
 }
 
 Status AllReduceFields::check(nvinfer1::TensorRTPhase) {
-  std::sort(group.begin(), group.end());
-  if (std::adjacent_find(group.begin(), group.end()) != group.end()) return bad("field 'group' has a rank twice");
+  TW_RETURN_IF_ERROR(sort_group(&group));
   TW_RETURN_IF_ERROR(trt::check_type_id(type_id));
   const auto refused = refused_strategies().find(strategy);
   if (refused != refused_strategies().end() || strategy > kLastStrategy) {
@@ -126,7 +118,7 @@ Status AllReducePlugin::add_and_normalise(const nvinfer1::Dims& dims, const void
   AddRmsNorm call;
   call.dtype = static_cast<TwDataType>(fields_.type_id);
   call.hidden = static_cast<int32_t>(dims.d[dims.nbDims - 1]);
-  call.rows = elements(dims) / call.hidden;
+  call.rows = static_cast<int64_t>(elements(dims)) / call.hidden;
   call.eps = fields_.eps;
   call.input = outputs[kStored];
   call.bias = fields_.bias != 0 ? *rest++ : nullptr;
@@ -144,7 +136,7 @@ int32_t AllReducePlugin::enqueue(const PluginTensorDesc* input_descs, const Plug
     if (communicator_ == nullptr) return error(TW_INTERNAL, "was run without being initialised");
     const nvinfer1::Dims& dims = input_descs[kTensor].dims;
     void* const sum = outputs[fields_.fused() ? kStored : kSum];
-    TW_RETURN_IF_ERROR(communicator_->all_reduce(inputs[kTensor], sum, static_cast<size_t>(elements(dims)),
+    TW_RETURN_IF_ERROR(communicator_->all_reduce(inputs[kTensor], sum, elements(dims),
                                                  static_cast<TwDataType>(fields_.type_id), stream));
     if (!fields_.fused()) return {};
     return add_and_normalise(dims, inputs + 1 + fields_.has_workspace, outputs, stream);

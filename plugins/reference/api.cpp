@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "all_gather_plugin.h"
 #include "all_reduce_plugin.h"
 #include "gemm_plugin_v2.h"
 #include "guard.h"
@@ -29,12 +30,14 @@ bool is_loaded(const char* library) {
 using Creators = std::vector<nvinfer1::IPluginCreatorInterface*>;
 
 const Creators& all_creators() {
+  static CreatorV2<AllGatherPlugin> all_gather;
   static CreatorV2<AllReducePlugin> all_reduce;
   static CreatorV2<GemmV2Plugin> gemm;
 #ifdef TOKENWEAVE_REFERENCE_ATTENTION
   static GptAttentionCreator gpt_attention;
 #endif
   static const Creators creators{
+      &all_gather,
       &all_reduce,
       &gemm,
 #ifdef TOKENWEAVE_REFERENCE_ATTENTION

@@ -29,6 +29,12 @@ NcclDataType nccl_type(TwDataType dtype) {
 
 }  // namespace
 
+Status sort_group(std::vector<int32_t>* group) {
+  std::sort(group->begin(), group->end());
+  if (std::adjacent_find(group->begin(), group->end()) == group->end()) return {};
+  return error(TW_INVALID_ARGUMENT, "field 'group' has a rank twice");
+}
+
 Status Communicator::acquire(const std::vector<int32_t>& group, Communicator** communicator) {
   Key key{0, group};
   TW_RETURN_IF_ERROR(cuda_status(cudaGetDevice(&key.first), "cudaGetDevice"));
@@ -79,7 +85,7 @@ Status Communicator::start(Bootstrap& bootstrap) {
   if (ready.ok() && bootstrap.rank() == 0) ready = nccl_status(nccl_, nccl_.GetUniqueId(&id), "ncclGetUniqueId");
   TW_RETURN_IF_ERROR(agree(bootstrap, "preparing NCCL", ready));
   std::vector<NcclUniqueId> ids;
-  TW_RETURN_IF_ERROR(all_gather(bootstrap, "NCCL's id", id, &ids));
+  TW_RETURN_IF_ERROR(tokenweave::all_gather(bootstrap, "NCCL's id", id, &ids));
   NcclComm comm = nullptr;
   const NcclResult result = nccl_.CommInitRank(&comm, bootstrap.size(), ids[0], bootstrap.rank());
   const Status started = agree(bootstrap, "starting NCCL", nccl_status(nccl_, result, "ncclCommInitRank"));
@@ -91,18 +97,28 @@ Status Communicator::start(Bootstrap& bootstrap) {
   return started;
 }
 
-Status Communicator::all_reduce(const void* input, void* sum, size_t count, TwDataType dtype, cudaStream_t stream) {
-  if (count == 0) return {};
+template <typename Call>
+Status Communicator::queue(const char* name, Call call) {
   const std::lock_guard<std::mutex> lock(mutex_);
   TW_RETURN_IF_ERROR(*state_);
   NcclResult since = kNcclSuccess;
   state_ = nccl_status(nccl_, nccl_.CommGetAsyncError(comm_, &since), "ncclCommGetAsyncError");
-  if (state_->ok()) state_ = nccl_status(nccl_, since, "an earlier ncclAllReduce");
-  if (state_->ok()) {
-    state_ = nccl_status(nccl_, nccl_.AllReduce(input, sum, count, nccl_type(dtype), kNcclSum, comm_, stream),
-                         "ncclAllReduce");
-  }
+  if (state_->ok()) state_ = nccl_status(nccl_, since, "an earlier collective");
+  if (state_->ok()) state_ = nccl_status(nccl_, call(), name);
   return *state_;
+}
+
+Status Communicator::all_reduce(const void* input, void* sum, size_t count, TwDataType dtype, cudaStream_t stream) {
+  if (count == 0) return {};
+  return queue("ncclAllReduce",
+               [&] { return nccl_.AllReduce(input, sum, count, nccl_type(dtype), kNcclSum, comm_, stream); });
+}
+
+Status Communicator::all_gather(const void* input, void* gathered, size_t count, TwDataType dtype,
+                                cudaStream_t stream) {
+  if (count == 0) return {};
+  return queue("ncclAllGather",
+               [&] { return nccl_.AllGather(input, gathered, count, nccl_type(dtype), comm_, stream); });
 }
 
 }  // namespace tokenweave::reference

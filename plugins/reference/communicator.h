@@ -15,6 +15,9 @@
 
 namespace tokenweave::reference {
 
+/// Sorts a field 'group', as acquire takes it: the ranks count in that order. Refused: a rank that stands in it twice.
+Status sort_group(std::vector<int32_t>* group);
+
 /// Lives as long as the process. ncclCommDestroy is collective and waits for captured graphs that hold the
 /// communicator, and no rank knows when the others, or its own graphs, let go of theirs; and were some ranks to drop it
 /// and others not, the ranks would disagree on whether they have to meet.
@@ -28,10 +31,13 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  /// Queues the sum over ranks of `count` elements. Threads may call it at the same time, but the caller sees to it
-  /// that the sums are queued in the same order on all ranks. After an error, the call's or one that NCCL met since,
-  /// all fail with it: this rank is out of step with the others.
+  /// Queues the sum over ranks of `count` elements. Threads may call this and all_gather at the same time, but the
+  /// caller sees to it that all ranks queue the same in the same order. After an error, the call's or one that NCCL met
+  /// since, all calls fail with it: this rank is out of step with the others.
   Status all_reduce(const void* input, void* sum, size_t count, TwDataType dtype, cudaStream_t stream);
+
+  /// Queues the copies of every rank's `count` elements to all ranks, where they lie in the order of ranks.
+  Status all_gather(const void* input, void* gathered, size_t count, TwDataType dtype, cudaStream_t stream);
 
  private:
   explicit Communicator(std::vector<int32_t> group) : group_(std::move(group)) {}
@@ -39,6 +45,8 @@ class Communicator {
   Status meet();
   Status find_rank(int* rank) const;
   Status start(Bootstrap& bootstrap);
+  template <typename Call>
+  Status queue(const char* name, Call call);
 
   const std::vector<int32_t> group_;
   std::mutex mutex_;             // of all below

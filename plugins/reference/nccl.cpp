@@ -13,7 +13,8 @@ Status load_nccl(NcclTable* table, const std::vector<std::string>& names) {
   TW_RETURN_IF_ERROR(library.find("ncclCommInitRank", &table->CommInitRank));
   TW_RETURN_IF_ERROR(library.find("ncclCommAbort", &table->CommAbort));
   TW_RETURN_IF_ERROR(library.find("ncclCommGetAsyncError", &table->CommGetAsyncError));
-  return library.find("ncclAllReduce", &table->AllReduce);
+  TW_RETURN_IF_ERROR(library.find("ncclAllReduce", &table->AllReduce));
+  return library.find("ncclAllGather", &table->AllGather);
 }
 
 Status nccl_status(const NcclTable& table, NcclResult result, const char* call) {

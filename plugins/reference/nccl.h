@@ -1,4 +1,4 @@
-// The part of NCCL that an all-reduce needs, as a table: NCCL is needed neither to build nor to load this library, and
+// The part of NCCL that the plugins need, as a table: NCCL is needed neither to build nor to load this library, and
 // tests put a fake in. Names and values are those of NVIDIA's nccl.h, the same in all of NCCL 2.
 #pragma once
 
@@ -30,6 +30,7 @@ struct NcclTable {
   NcclResult (*CommAbort)(NcclComm);
   NcclResult (*CommGetAsyncError)(NcclComm, NcclResult* error);
   NcclResult (*AllReduce)(const void* input, void* output, size_t count, NcclDataType, NcclOp, NcclComm, cudaStream_t);
+  NcclResult (*AllGather)(const void* input, void* output, size_t count, NcclDataType, NcclComm, cudaStream_t);
 };
 
 /// The table of the NCCL that the process has loaded, else of an installed one. TW_UNSUPPORTED says what was tried.

@@ -22,6 +22,13 @@ namespace tokenweave::reference {
 inline constexpr const char* kNamespace = "tensorrt_llm";
 inline constexpr const char* kVersion = "1";
 
+/// How many a tensor has.
+inline size_t elements(const nvinfer1::Dims& dims) {
+  size_t count = 1;
+  for (int32_t i = 0; i < dims.nbDims; ++i) count *= static_cast<size_t>(dims.d[i]);
+  return count;
+}
+
 /// A plugin of which everything but its work is written. `Derived` has kName, a copy constructor, a constructor from
 /// Fields and TensorRTPhase, and may hide start(). `Fields` is as make_plugin has it; attributes that configurePlugin
 /// learns are visited in TensorRTPhase::kRUNTIME only.

@@ -21,6 +21,19 @@ int answer(const char* function) { return nccl().failing == function ? 2 : 0; }
 
 void write_down(const std::string& call) { nccl().calls.push_back(call); }
 
+void write_down_collective(const std::string& call, const void* input, void* output) {
+  static std::atomic<int> inside{0};
+  if (++inside > 1) {  // a communicator's calls may not overlap
+    nccl().at_once = inside;
+  } else {
+    for (int i = 0; i < 100; ++i) std::this_thread::yield();
+    write_down(call);
+    nccl().input = input;
+    nccl().output = output;
+  }
+  --inside;
+}
+
 }  // namespace
 }  // namespace tokenweave::test
 
@@ -63,17 +76,16 @@ int ncclCommGetAsyncError(void*, int* error) {
   return answer("ncclCommGetAsyncError");
 }
 
-int ncclAllReduce(const void*, void*, size_t count, int type, int op, void*, cudaStream_t) {
-  static std::atomic<int> inside{0};
-  if (++inside > 1) {  // a communicator's calls may not overlap
-    nccl().at_once = inside;
-    --inside;
-    return 0;
-  }
-  for (int i = 0; i < 100; ++i) std::this_thread::yield();
-  write_down("sum " + std::to_string(count) + " of type " + std::to_string(type) + (op == 0 ? "" : ", not a sum"));
-  --inside;
+int ncclAllReduce(const void* input, void* output, size_t count, int type, int op, void*, cudaStream_t) {
+  write_down_collective(
+      "sum " + std::to_string(count) + " of type " + std::to_string(type) + (op == 0 ? "" : ", not a sum"), input,
+      output);
   return answer("ncclAllReduce");
+}
+
+int ncclAllGather(const void* input, void* output, size_t count, int type, void*, cudaStream_t) {
+  write_down_collective("gather " + std::to_string(count) + " of type " + std::to_string(type), input, output);
+  return answer("ncclAllGather");
 }
 
 }  // extern "C"

@@ -13,9 +13,11 @@ struct FakeNccl {
   std::string id = "made here";    ///< of the communicators that start in this process
   int async_error = 0;             ///< what ncclCommGetAsyncError finds
   std::vector<std::string> calls;  ///< for example "init 2 ranks as 1 by id"
+  const void* input = nullptr;     ///< of the newest collective
+  void* output = nullptr;          ///< the same
   int communicators = 0;           ///< alive
   int destroys = 0;
-  int at_once = 0;  ///< threads that were in ncclAllReduce beside another
+  int at_once = 0;  ///< threads that were in a collective beside another
 };
 
 __attribute__((visibility("default"))) FakeNccl& nccl();

@@ -292,7 +292,7 @@ TEST_F(AllReduceTest, SumsNoMoreAfterAnError) {
   };
   for (const auto& [function, async_error, expected] : {std::tuple{"ncclAllReduce", 0, "ncclAllReduce failed"},
                                                         {"ncclCommGetAsyncError", 0, "ncclCommGetAsyncError failed"},
-                                                        {"", 6, "an earlier ncclAllReduce failed"}}) {
+                                                        {"", 6, "an earlier collective failed"}}) {
     ++own_rank;
     nccl() = FakeNccl{};
     const PluginV2Ptr plugin = started(fields(), {kTensor}), other = started(fields(kAuto), {kTensor});

@@ -1,0 +1,49 @@
+"""AllGather and AllReduce of the reference library on the ranks that mpirun started, each with a GPU of its own.
+
+test_all_gather_plugin.py starts them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gpu.plugin_network import TYPE_IDS, Input, PluginEngine
+from trtllm_tokenweave.comm import MpiComm
+from trtllm_tokenweave.plugin_library import register_reference
+from trtllm_tokenweave.recorder.plugin import FieldValue
+from trtllm_tokenweave.recorder.trtllm_plugins import ALL_GATHER, ALL_REDUCE, AllReduceFusionOp, AllReduceStrategy
+
+HIDDEN = 512
+ROWS = (0, 1, 7, 1000)
+
+
+def parts(size: int, rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The tensors of all ranks: small integers, whose sums are exact."""
+    make = torch.Generator(device="cuda").manual_seed(rows)
+    return [torch.randint(-8, 9, (rows, HIDDEN), generator=make, device="cuda").to(dtype) for _ in range(size)]
+
+
+def main() -> None:
+    """Compare both plugins with torch; raises where something is wrong."""
+    comm = MpiComm()
+    torch.cuda.set_device(comm.rank)
+    register_reference("AllGather", "AllReduce")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        shared: dict[str, FieldValue] = {"group": np.arange(comm.size, dtype=np.int32), "type_id": TYPE_IDS[dtype]}
+        plain = {"strategy": int(AllReduceStrategy.NCCL), "fusion_op": int(AllReduceFusionOp.NONE), "eps": 1e-5}
+        given = [Input(dtype, (-1, HIDDEN), smallest=0)]
+        gather, total = PluginEngine(ALL_GATHER, shared, given), PluginEngine(ALL_REDUCE, shared | plain, given)
+        for rows in ROWS:
+            tensors = parts(comm.size, rows, dtype)
+            (gathered,) = gather.run([tensors[comm.rank]])
+            assert torch.equal(gathered, torch.cat(tensors)), (dtype, rows)
+            (summed,) = total.run([tensors[comm.rank]])
+            assert torch.equal(summed, torch.stack(tensors).sum(0).to(dtype)), (dtype, rows)
+    comm.barrier()
+    if comm.rank == 0:
+        print(f"{comm.size} ranks agree", flush=True)
+
+
+if __name__ == "__main__":
+    main()
