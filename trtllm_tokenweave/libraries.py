@@ -17,8 +17,9 @@ from trtllm_tokenweave.config import (
 )
 from trtllm_tokenweave.errors import UserError
 
-LibraryName = Literal["tokenweave", "tokenweave_trt", "tokenweave_reference"]
-"""The CUDA library with its C interface, the TensorRT plugins, and TensorRT-LLM's plugins for where it is missing."""
+LibraryName = Literal["tokenweave", "tokenweave_trt", "tokenweave_reference", "tokenweave_preload"]
+"""The CUDA library with its C interface, the TensorRT plugins, TensorRT-LLM's plugins for where it is missing, and what
+LD_PRELOAD gives the plugins to a server with."""
 
 PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE.parent
@@ -33,11 +34,13 @@ _BUILD: dict[LibraryName, str] = {
     "tokenweave": "build/plugins",
     "tokenweave_trt": "build/plugins/trt",
     "tokenweave_reference": "build/plugins/reference",
+    "tokenweave_preload": "build/plugins/preload",
 }
 
 
 def find_library(name: LibraryName, environment: Environment | None = None) -> Path | None:
-    """The file of a library: what its environment variable names, else the package's, else the source tree's build.
+    """The file of a library: what its environment variable names (that for LD_PRELOAD has none), else the package's,
+    else the source tree's build.
 
     Args:
         name: The library.
@@ -52,7 +55,7 @@ def find_library(name: LibraryName, environment: Environment | None = None) -> P
         "tokenweave_trt": values.trt_library,
         "tokenweave_reference": values.reference_library,
     }
-    if (path := named[name]) is not None:
+    if (path := named.get(name)) is not None:
         return path
     file = f"lib{name}.so"
     return next((path for path in (PACKAGE / "lib" / file, ROOT / _BUILD[name] / file) if path.is_file()), None)

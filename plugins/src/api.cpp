@@ -109,6 +109,14 @@ TwCode twGroupTensorMemory(const TwGroup* group, int32_t rank, void** data, size
   });
 }
 
+TwCode twGroupAllGather(TwGroup* group, const void* mine, void* all, size_t bytes, TwStatus* status) {
+  return guarded(status, [&]() -> Status {
+    TW_RETURN_IF_ERROR(check_group(group));
+    if (mine == nullptr || all == nullptr) return error(TW_INVALID_ARGUMENT, "mine or all is null");
+    return group->group->all_gather(mine, all, bytes);
+  });
+}
+
 TwCode twGroupCheck(const TwGroup* group, TwStatus* status) {
   return guarded(status, [&]() -> Status {
     TW_RETURN_IF_ERROR(check_group(group));

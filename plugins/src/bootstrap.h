@@ -13,7 +13,8 @@
 
 namespace tokenweave {
 
-/// Every call is collective and returns an error on every rank when any rank fails or stays away.
+/// Every call is collective and returns an error on every rank when any rank fails or stays away. From then on the
+/// ranks may be out of step: all later calls return that error at once.
 class Bootstrap {
  public:
   virtual ~Bootstrap() = default;

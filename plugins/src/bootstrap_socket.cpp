@@ -34,16 +34,21 @@ class SocketBootstrap final : public Bootstrap {
 
   Status all_gather(const char* what, const void* mine, void* all, size_t bytes) override {
     std::vector<UniqueFd> no_fds;
-    return exchange(what, mine, all, bytes, -1, &no_fds);
+    return unless_failed([&] { return exchange(what, mine, all, bytes, -1, &no_fds); });
   }
 
   Status share_fds(const char* what, int mine, std::vector<UniqueFd>* all) override {
     const char nothing = 0;
     std::vector<char> ignored(options_.size);
-    return exchange(what, &nothing, ignored.data(), 1, mine, all);
+    return unless_failed([&] { return exchange(what, &nothing, ignored.data(), 1, mine, all); });
   }
 
  private:
+  template <typename Call>
+  Status unless_failed(Call call) {
+    if (failure_.ok()) failure_ = call();
+    return failure_;
+  }
   Status exchange(const char* what, const void* mine, void* all, size_t bytes, int my_fd, std::vector<UniqueFd>* fds);
   Status gather(const char* what, char* all, size_t bytes, std::vector<UniqueFd>* fds);
   Status scatter(const char* what, const char* all, size_t bytes, const std::vector<UniqueFd>& fds, int my_fd);
@@ -62,6 +67,7 @@ class SocketBootstrap final : public Bootstrap {
   BootstrapOptions options_;
   std::vector<UniqueFd> links_;  ///< rank 0: to every other rank; others: entry 0
   uint32_t step_ = 0;
+  Status failure_;  // the first
 };
 
 Status SocketBootstrap::send(int link, Header header, const void* payload, const std::vector<int>& fds) {

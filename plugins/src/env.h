@@ -14,6 +14,7 @@ struct Environment {
   bool multicast;
   int32_t rank;   ///< TOKENWEAVE_RANK: this process's rank where MPI does not say it; -1 when unset or not a number
   bool building;  ///< IS_BUILDING is "1": TensorRT-LLM says so while it builds an engine
+  std::string trt_library;  ///< TOKENWEAVE_TRT_LIBRARY: the plugins that the library for LD_PRELOAD loads
 };
 
 /// Reads the environment anew: a host may change it between two groups.

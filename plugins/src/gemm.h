@@ -51,6 +51,7 @@ class GemmRunner {
   /// Queues a product; nothing for one without rows. Any thread may call it.
   Status queue(const Gemm& gemm, const GemmTensors& tensors, void* workspace, cudaStream_t stream);
 
+  int sm_count() const { return sm_count_; }
   size_t num_plans() const;
 
  private:

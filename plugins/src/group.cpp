@@ -34,9 +34,10 @@ Status allocate(size_t bytes, const char* call, Allocate allocate_bytes, std::un
   return {};
 }
 
-Status allocate_zeroed(size_t bytes, std::unique_ptr<uint8_t, DeviceFree>* owner) {
-  TW_RETURN_IF_ERROR(allocate(bytes, "cudaMalloc", [](void** p, size_t n) { return cudaMalloc(p, n); }, owner));
-  return cuda_status(cudaMemset(owner->get(), 0, bytes), "cudaMemset");
+/// The state in which the kernels expect a rank's buffer before their first call.
+Status clear_buffer(uint8_t* buffer, size_t bytes) {
+  TW_RETURN_IF_ERROR(cuda_status(cudaMemset(buffer, 0, bytes), "cudaMemset"));
+  return cuda_status(cudaMemset(buffer + kSignalPadBytes, 0xff, kMailboxBytes), "cudaMemset");
 }
 
 }  // namespace
@@ -76,7 +77,7 @@ Status Group::create(const TwGroupConfig& requested, std::unique_ptr<Group>* gro
       TW_RETURN_IF_ERROR(exchange_address_by_mpi(options, &options.address));
     }
     TW_RETURN_IF_ERROR(connect_bootstrap(options, &made->bootstrap_));
-    TW_RETURN_IF_ERROR(tokenweave::compare_configurations(*made->bootstrap_, config));
+    TW_RETURN_IF_ERROR(compare_configurations(*made->bootstrap_, config));
     TW_RETURN_IF_ERROR(agree(*made->bootstrap_, "preparing the device", made->prepare_device()));
     TW_RETURN_IF_ERROR(made->make_symmetric_buffers(*made->bootstrap_));
   }
@@ -112,7 +113,9 @@ Status Group::make_loopback_buffers() {
   multicast_reason_ = "loopback has no switch";
   loopback_buffers_.resize(config_.size);
   for (auto& buffer : loopback_buffers_) {
-    TW_RETURN_IF_ERROR(allocate_zeroed(buffer_bytes(), &buffer));
+    const auto device = [](void** p, size_t n) { return cudaMalloc(p, n); };
+    TW_RETURN_IF_ERROR(allocate(buffer_bytes(), "cudaMalloc", device, &buffer));
+    TW_RETURN_IF_ERROR(clear_buffer(buffer.get(), buffer_bytes()));
     buffers_.push_back(buffer.get());
   }
   return cuda_status(cudaDeviceSynchronize(), "clearing symmetric memory");
@@ -126,7 +129,7 @@ Status Group::make_symmetric_buffers(Bootstrap& bootstrap) {
   TW_RETURN_IF_ERROR(SymmetricBuffer::create(*driver_, bootstrap, options, &symmetric_));
   multicast_reason_ = symmetric_->multicast_reason();
   for (int rank = 0; rank < config_.size; ++rank) buffers_.push_back(symmetric_->of_rank(rank));
-  Status cleared = cuda_status(cudaMemset(buffers_[config_.rank], 0, buffer_bytes()), "cudaMemset");
+  Status cleared = clear_buffer(buffers_[config_.rank], buffer_bytes());
   if (cleared.ok()) cleared = cuda_status(cudaDeviceSynchronize(), "clearing symmetric memory");
   return agree(bootstrap, "clearing symmetric memory", cleared);
 }
@@ -136,6 +139,12 @@ Status Group::leave() {
   const Status idle = cuda_status(cudaDeviceSynchronize(), "waiting for the device");
   if (bootstrap_ != nullptr) TW_RETURN_IF_ERROR(agree(*bootstrap_, "leaving the group", idle));
   return idle;
+}
+
+Status Group::all_gather(const void* mine, void* all, size_t bytes) {
+  if (bootstrap_ != nullptr) return bootstrap_->all_gather("comparing what the ranks do", mine, all, bytes);
+  for (int rank = 0; rank < config_.size; ++rank) std::memcpy(static_cast<uint8_t*>(all) + rank * bytes, mine, bytes);
+  return {};
 }
 
 Status Group::check() const {

@@ -40,6 +40,9 @@ class Group {
   /// Collective, see twGroupDestroy.
   Status leave();
 
+  /// Collective, see twGroupAllGather.
+  Status all_gather(const void* mine, void* all, size_t bytes);
+
   /// The fault that a kernel reported, if any.
   Status check() const;
 
@@ -52,10 +55,10 @@ class Group {
   const std::string& multicast_reason() const { return multicast_reason_; }
   const DeviceLimits& limits() const { return limits_; }
 
-  /// Every rank's buffer: the signal pad, then tensor memory, then staging memory.
+  /// Every rank's buffer: the signal pad, the mailbox, tensor memory, staging memory.
   uint8_t* buffer(int rank) const { return buffers_[rank]; }
   uint8_t* multicast() const { return symmetric_ ? symmetric_->multicast() : nullptr; }
-  size_t tensor_offset() const { return kSignalPadBytes; }
+  size_t tensor_offset() const { return kTensorOffset; }
   size_t tensor_bytes() const { return config_.tensor_bytes; }
   size_t staging_offset() const { return tensor_offset() + config_.tensor_bytes; }
   size_t staging_bytes() const { return config_.staging_bytes; }
@@ -68,7 +71,6 @@ class Group {
   Status prepare_device();
   Status make_loopback_buffers();
   Status make_symmetric_buffers(Bootstrap& bootstrap);
-  Status compare_configurations(Bootstrap& bootstrap) const;
   size_t buffer_bytes() const { return staging_offset() + config_.staging_bytes; }
 
   TwGroupConfig config_;  // with the defaults filled in; its pointers are not used after create()

@@ -19,9 +19,9 @@ enum class TableDtype : uint8_t { kFloat = 0, kHalf = 1, kBfloat16 = 2 };
 /// How one fused collective is launched. The defaults are those of a step that no row covers.
 struct TableLaunch {
   TableFabric fabric = TableFabric::kAuto;
-  int32_t ctas = 16;
+  int32_t ctas = 8;
   int32_t threads = 1024;
-  int32_t gemm_sms = 0;  ///< 0: GEMMs are not limited
+  int32_t gemm_sms = 0;  ///< 0: the SMs that the CTAs leave
 };
 
 /// Whether the numbers are in the ranges of a table; names the one that is not.

@@ -41,6 +41,7 @@ void AllReduceRmsNormFields::visit(FieldVisitor& visitor, nvinfer1::TensorRTPhas
   visitor.flag("gather_residual", &gather_residual);
   visitor.flag("has_bias", &has_bias);
   visitor.flag("side_stream", &side_stream);
+  visitor.flag("last", &last);
   visitor.chars("table", &table);
   if (phase == nvinfer1::TensorRTPhase::kRUNTIME) {
     visitor.int32("hidden", &hidden, 1, kNoLimit);

@@ -23,6 +23,7 @@ struct AllReduceRmsNormFields {
   int8_t gather_residual = 0;
   int8_t has_bias = 0;
   int8_t side_stream = 0;
+  int8_t last = 0;  ///< of the last site: nothing runs beside the suffix half's collective
   std::vector<uint8_t> table;
 
   // Learnt by configurePlugin, and part of the engine. 0: not known yet.

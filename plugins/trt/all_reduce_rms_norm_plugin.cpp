@@ -154,6 +154,8 @@ Collective AllReduceRmsNormPlugin::collective(const PluginTensorDesc* descs, con
   c.at = {fields_.site, static_cast<Half>(fields_.half)};
   c.overlap = fields_.side_stream != 0 && step.split();
   c.call.launch = launch_of(*fields_.tuning_table, step, static_cast<SiteKind>(fields_.kind));
+  // Few CTAs are for the sake of the GEMMs beside them; with none left the kernel may take what it likes.
+  if (fields_.last != 0 && c.at.half == Half::kSuffix && step.split()) c.call.launch.ctas = 0;
   TwAllReduceRmsNorm& op = c.call.op;
   op.struct_bytes = sizeof op;
   op.dtype = fields_.dtype();

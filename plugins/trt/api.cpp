@@ -14,6 +14,7 @@
 #include "layer_step.h"
 #include "log.h"
 #include "stream_join_plugin.h"
+#include "tensorrt_library.h"
 #include "tokenweave/plugins.h"
 
 namespace tokenweave::trt {
@@ -69,7 +70,11 @@ TW_API nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
   return creators;
 }
 
-TW_API void setLoggerFinder(nvinfer1::ILoggerFinder* finder) { tokenweave::trt::set_logger_finder(finder); }
+TW_API void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
+  using namespace tokenweave::trt;
+  set_tensorrt_at(address_inside(finder));
+  set_logger_finder(finder);
+}
 
 TwCode twPluginGetCounters(TwPluginCounters* out, TwStatus* status) {
   if (out == nullptr) return fill(status, TW_INVALID_ARGUMENT, "counters is null");
@@ -78,9 +83,20 @@ TwCode twPluginGetCounters(TwPluginCounters* out, TwStatus* status) {
                 "counters.struct_bytes is not that of this library. Fix: build with its header");
   }
   const tokenweave::trt::Counters& c = counters();
-  *out = {sizeof *out,     c.overlapped,       c.captured,      c.in_line,       c.empty,
-          c.joins,         c.staged,           c.alias_copies,  c.unkept_inputs, c.fabric_fallbacks,
-          c.refused_steps, c.unfinished_steps, c.while_building};
+  *out = {sizeof *out,
+          c.overlapped,
+          c.captured,
+          c.in_line,
+          c.empty,
+          c.joins,
+          c.staged,
+          c.alias_copies,
+          c.unkept_inputs,
+          c.fabric_fallbacks,
+          c.offset_fallbacks,
+          c.refused_steps,
+          c.unfinished_steps,
+          c.while_building};
   return fill(status, TW_OK, "");
 }
 
@@ -88,13 +104,16 @@ void twPluginResetCounters(void) {
   tokenweave::trt::Counters& c = counters();
   for (auto* count :
        {&c.overlapped, &c.captured, &c.in_line, &c.empty, &c.joins, &c.staged, &c.alias_copies, &c.unkept_inputs,
-        &c.fabric_fallbacks, &c.refused_steps, &c.unfinished_steps, &c.while_building}) {
+        &c.fabric_fallbacks, &c.offset_fallbacks, &c.refused_steps, &c.unfinished_steps, &c.while_building}) {
     count->store(0);
   }
 }
 
 TwCode twPluginLastError(TwStatus* status) {
-  return answer(status, [] { return tokenweave::trt::last_error(); });
+  return answer(status, [] {
+    tokenweave::trt::SideStream::log_faults();
+    return tokenweave::trt::last_error();
+  });
 }
 
 TwCode twPluginOverrideLaunch(const TwPluginLaunch* launch, TwStatus* status) {

@@ -30,9 +30,10 @@ Status widen_one(const DynamicPluginTensorDesc& given, bool first, TensorBounds*
   }
   if (first) *one = {given.min, given.max};
   for (int32_t i = 0; i < given.max.nbDims; ++i) {
-    one->min.d[i] = std::min(one->min.d[i], given.min.d[i]);
+    // TensorRT bounds a half's rows by interval arithmetic, so the least difference of two sizes may be negative.
+    one->min.d[i] = std::max<int64_t>(std::min(one->min.d[i], given.min.d[i]), 0);
     one->max.d[i] = std::max(one->max.d[i], given.max.d[i]);
-    if (one->min.d[i] < 0 || one->max.d[i] < one->min.d[i] || one->max.d[i] > kNoLimit) {
+    if (one->max.d[i] < one->min.d[i] || one->max.d[i] > kNoLimit) {
       return bad("the profile does not bound a dimension");
     }
   }

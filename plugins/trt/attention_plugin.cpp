@@ -39,6 +39,7 @@ DynamicPluginTensorDesc typical(const DynamicPluginTensorDesc& given) {
   const bool known = opt.nbDims == max.nbDims && std::equal(opt.d, opt.d + opt.nbDims, max.d,
                                                             [](int64_t a, int64_t b) { return 0 <= a && a <= b; });
   desc.desc.dims = known ? opt : max;
+  for (int32_t i = 0; i < desc.min.nbDims; ++i) desc.min.d[i] = std::max<int64_t>(desc.min.d[i], 0);  // as in widen()
   return desc;
 }
 
@@ -155,19 +156,19 @@ size_t AttentionPlugin::getWorkspaceSize(const DynamicPluginTensorDesc* inputs, 
   return bytes;
 }
 
-nvinfer1::IPluginV3* AttentionPlugin::attachToContext(nvinfer1::IPluginResourceContext* context) noexcept {
+nvinfer1::IPluginV3* AttentionPlugin::attachToContext(nvinfer1::IPluginResourceContext*) noexcept {
   std::unique_ptr<AttentionPlugin> copy;
   const int32_t failed = run([&]() -> Status {
     copy = std::make_unique<AttentionPlugin>(*this);
-    return copy->building() ? Status{} : copy->attach(context);
+    return copy->building() ? Status{} : copy->attach();
   });
   return failed != 0 ? nullptr : copy.release();
 }
 
-Status AttentionPlugin::attach(nvinfer1::IPluginResourceContext* context) {
+Status AttentionPlugin::attach() {
   TW_RETURN_IF_ERROR(InnerPlugin::deserialize(fields_.inner_id(), fields_.inner_bytes, &inner_));
   TW_RETURN_IF_ERROR(inner_.initialize());
-  inner_.attach(context != nullptr ? context->getGpuAllocator() : nullptr);
+  inner_.attach();
 
   TW_RETURN_IF_ERROR(fields_.read_bounds(&scratch_.bounds));
   const Dims& batch = scratch_.bounds[static_cast<size_t>(fields_.place(AttentionRole::kHostContextLengths))].max;

@@ -58,7 +58,7 @@ class AttentionPlugin final : public PluginWithFields<AttentionPlugin, Attention
   Status check_counts(int32_t num_inputs, int32_t num_outputs) const;
   Status check_inner() const;
   Status check_beams(const nvinfer1::Dims& cache_indirection) const;
-  Status attach(nvinfer1::IPluginResourceContext* context);
+  Status attach();
   /// The half of the step that these inputs belong to.
   Status find_half(const nvinfer1::PluginTensorDesc* descs, const void* const* inputs, BatchCut* cut) const;
   /// What is known at run time only, and matters to a sequence that is cut: sliding windows and sink tokens.

@@ -1,5 +1,6 @@
 #include "gemm_plugin.h"
 
+#include <algorithm>
 #include <string>
 
 namespace tokenweave::trt {
@@ -100,7 +101,8 @@ int32_t GemmPlugin::enqueue(const PluginTensorDesc* input_descs, const PluginTen
     gemm.k = input_descs[kX].dims.d[1];
     gemm.dtype = static_cast<TwDataType>(fields_.type_id);
     gemm.transb = fields_.transb != 0;
-    gemm.sm_target = step.split() ? launch.gemm_sms : 0;
+    const int32_t left = launch.gemm_sms != 0 ? launch.gemm_sms : runner_->sm_count() - launch.ctas;
+    gemm.sm_target = step.split() ? std::max(left, 0) : 0;
     return runner_->queue(gemm, {inputs[kX], inputs[kWeight], outputs[0]}, workspace, stream);
   });
 }

@@ -103,8 +103,8 @@ Status InnerPlugin::initialize() {
   return {};
 }
 
-void InnerPlugin::attach(nvinfer1::IGpuAllocator* allocator) {
-  plugin_->attachToContext(nullptr, nullptr, allocator);
+void InnerPlugin::attach() {
+  plugin_->attachToContext(nullptr, nullptr, nullptr);
   attached_ = true;
 }
 

@@ -43,8 +43,8 @@ class InnerPlugin {
 
   /// Once; later calls do nothing.
   Status initialize();
-  /// To an execution context; once.
-  void attach(nvinfer1::IGpuAllocator* allocator);
+  /// To an execution context; once. Without an allocator: asked for one that a context lacks, TensorRT logs an error.
+  void attach();
   std::vector<uint8_t> serialized() const;
 
   explicit operator bool() const { return plugin_ != nullptr; }

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <mutex>
 
-#include "tensorrt_library.h"
+#include "tensorrt_version.h"
 
 namespace tokenweave::trt {
 namespace {
@@ -35,10 +35,7 @@ void write(Severity severity, const char* message) {
 bool has_our_logger(int32_t version) { return version / 10000 == NV_TENSORRT_MAJOR; }
 
 void set_logger_finder(nvinfer1::ILoggerFinder* finder) noexcept {
-  // Its virtual functions lie in TensorRT's library.
-  const void* const inside = finder != nullptr ? *reinterpret_cast<void**>(finder) : nullptr;
-  set_tensorrt_at(inside);
-  const bool usable = finder != nullptr && has_our_logger(tensorrt_version_at(inside));
+  const bool usable = finder != nullptr && has_our_logger(tensorrt_version_at(address_inside(finder)));
   logger_finder.store(usable ? finder : nullptr);
 }
 

@@ -1,6 +1,9 @@
 #include "rank_group.h"
 
+#include <algorithm>
+#include <array>
 #include <utility>
+#include <vector>
 
 #include "counters.h"
 #include "log.h"
@@ -8,7 +11,13 @@
 namespace tokenweave::trt {
 namespace {
 
+constexpr int64_t kOutside = -1;
+
 Status from(const TwStatus& status) { return {status.code, status.message}; }
+
+std::string place(int64_t offset) {
+  return offset == kOutside ? "outside of tensor memory" : "at byte " + std::to_string(offset) + " of tensor memory";
+}
 
 }  // namespace
 
@@ -36,6 +45,7 @@ Status RankGroup::create(const Options& options, std::unique_ptr<RankGroup>* gro
   std::unique_ptr<RankGroup> made(new RankGroup);
   made->group_.reset(created);
   made->staging_bytes_ = options.staging_bytes;
+  made->num_ranks_ = options.ranks.size();
 
   TwGroupInfo info{};
   if (twGroupGetInfo(created, &info, &status) != TW_OK) return from(status);
@@ -54,6 +64,28 @@ std::string RankGroup::sizes() const {
          " of tensor memory";
 }
 
+Status RankGroup::compare_offsets(const KernelCall& call, const std::string& where) {
+  if (staged_ || num_ranks_ == 1 || tensor_bytes_ == 0) return {};
+  constexpr std::array<const char*, 3> kNames{"input", "normed", "residual_out"};
+  using Offsets = std::array<int64_t, kNames.size()>;
+  const TwAllReduceRmsNormTensors& t = call.tensors;
+  const Offsets mine{offset_of(t.input), offset_of(t.normed),
+                     call.op.gather_residual != 0 ? offset_of(t.residual_out) : kOutside};
+  std::vector<Offsets> all(num_ranks_);
+  TwStatus status{};
+  if (twGroupAllGather(group_.get(), &mine, all.data(), sizeof mine, &status) != TW_OK) return from(status);
+  const auto other = std::find_if(all.begin(), all.end(), [&all](const Offsets& one) { return one != all[0]; });
+  if (other == all.end()) return {};
+  staged_ = true;
+  const size_t tensor = std::mismatch(all[0].begin(), all[0].end(), other->begin()).first - all[0].begin();
+  log(Severity::kWARNING,
+      where + ": " + kNames[tensor] + " lies " + place(all[0][tensor]) + " on rank 0 and " + place((*other)[tensor]) +
+          " on rank " + std::to_string(other - all.begin()) +
+          ". From here on all collectives of this engine are copied through staging memory, on all ranks. Fix: build "
+          "the ranks' engines together, with the same timing cache");
+  return {};
+}
+
 Status RankGroup::queue(const KernelCall& call, const KernelQueue& queue) {
   TwLaunchConfig config{};
   config.struct_bytes = sizeof config;
@@ -64,12 +96,22 @@ Status RankGroup::queue(const KernelCall& call, const KernelQueue& queue) {
   config.cluster_size = queue.cluster_size;
   config.launch_completion = queue.started;
   const TwAllReduceRmsNormTensors& t = call.tensors;
-  const bool staged = !in_tensor_memory(t.input) || !in_tensor_memory(t.normed) ||
-                      (call.op.gather_residual != 0 && !in_tensor_memory(t.residual_out));
-  if (staged) ++counters().staged;
+  TwAllReduceRmsNorm op = call.op;
+  op.staged = staged_ ? 1 : 0;
+  const bool outside = offset_of(t.input) == kOutside || offset_of(t.normed) == kOutside ||
+                       (op.gather_residual != 0 && offset_of(t.residual_out) == kOutside);
+  if (staged_ || outside) ++counters().staged;
+  if (staged_) ++counters().offset_fallbacks;
   TwStatus status{};
-  const TwCode code = twAllReduceRmsNorm(group_.get(), &call.op, &t, &config, queue.stream, &status);
+  const TwCode code = twAllReduceRmsNorm(group_.get(), &op, &t, &config, queue.stream, &status);
   return code == TW_OK ? Status{} : from(status);
+}
+
+Status RankGroup::take_fault() {
+  TwStatus status{};
+  if (took_fault_ || twGroupCheck(group_.get(), &status) == TW_OK) return {};
+  took_fault_ = true;
+  return from(status);
 }
 
 TwFabric RankGroup::pick_fabric(TableFabric wanted) {
@@ -84,9 +126,9 @@ TwFabric RankGroup::pick_fabric(TableFabric wanted) {
   return TW_FABRIC_AUTO;
 }
 
-bool RankGroup::in_tensor_memory(const void* tensor) const {
+int64_t RankGroup::offset_of(const void* tensor) const {
   const auto* begin = static_cast<const uint8_t*>(tensor);
-  return begin >= tensor_memory_ && begin < tensor_memory_ + tensor_bytes_;
+  return begin >= tensor_memory_ && begin < tensor_memory_ + tensor_bytes_ ? begin - tensor_memory_ : kOutside;
 }
 
 }  // namespace tokenweave::trt

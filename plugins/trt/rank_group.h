@@ -42,7 +42,16 @@ class RankGroup {
   /// Collective; see twGroupCreate.
   static Status create(const Options& options, std::unique_ptr<RankGroup>* group);
 
+  /// Collective, on the host, for every layer before its first call: do its tensors lie at the same offsets of all
+  /// ranks' tensor memory? Once they do not, all later calls of the group copy through staging memory, on all ranks,
+  /// and nothing is compared any more. Nothing is either in a group of one, or without tensor memory. `where` names the
+  /// layer.
+  Status compare_offsets(const KernelCall& call, const std::string& where);
+
   Status queue(const KernelCall& call, const KernelQueue& queue);
+
+  /// The fault that a kernel reported, the first time that it is asked for; else OK.
+  Status take_fault();
 
   uint8_t* tensor_memory() const { return tensor_memory_; }
   bool holds(uint64_t tensor_bytes, uint64_t staging_bytes) const {
@@ -58,11 +67,15 @@ class RankGroup {
 
   RankGroup() = default;
   TwFabric pick_fabric(TableFabric wanted);
-  bool in_tensor_memory(const void* tensor) const;
+  /// Bytes from the start of tensor memory; kOutside for tensors that lie elsewhere.
+  int64_t offset_of(const void* tensor) const;
 
   std::unique_ptr<TwGroup, Destroy> group_;
+  size_t num_ranks_ = 0;
+  bool staged_ = false;  // all calls, because some layer's tensors lie at different offsets
   bool has_multimem_ = false;
   bool warned_of_fallback_ = false;
+  bool took_fault_ = false;
   std::string multicast_reason_;  // why there is no multimem
   uint8_t* tensor_memory_ = nullptr;
   size_t tensor_bytes_ = 0;

@@ -21,6 +21,16 @@ Registry& registry() {
   return *all;
 }
 
+std::vector<std::shared_ptr<SideStream>> alive() {
+  std::vector<std::shared_ptr<SideStream>> found;
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  for (const auto& [key, known] : all.side_streams) {
+    if (std::shared_ptr<SideStream> one = known.lock(); one != nullptr) found.push_back(std::move(one));
+  }
+  return found;
+}
+
 thread_local std::weak_ptr<SideStream> this_threads_step;
 
 std::string name_of(const SiteHalf& at) { return "site " + std::to_string(at.site) + " " + name_of(at.half); }
@@ -78,15 +88,10 @@ bool SideStream::has_group() {
 }
 
 Status SideStream::tensor_memory(int device, uint64_t bytes, void** data) {
-  std::vector<std::shared_ptr<SideStream>> engines;
-  {
-    Registry& all = registry();
-    const std::lock_guard<std::mutex> lock(all.mutex);
-    for (const auto& [key, known] : all.side_streams) {
-      std::shared_ptr<SideStream> one = key.device == device ? known.lock() : nullptr;
-      if (one != nullptr) engines.push_back(std::move(one));
-    }
-  }
+  std::vector<std::shared_ptr<SideStream>> engines = alive();
+  engines.erase(
+      std::remove_if(engines.begin(), engines.end(), [device](const auto& one) { return one->key_.device != device; }),
+      engines.end());
   const std::string where = "device " + std::to_string(device);
   if (engines.empty()) {
     return error(TW_INVALID_ARGUMENT, where + " runs no engine of ours. Fix: create the execution contexts first");
@@ -104,6 +109,14 @@ Status SideStream::tensor_memory(int device, uint64_t bytes, void** data) {
   TW_RETURN_IF_ERROR(engines.front()->prepare(bytes));
   *data = engines.front()->group_->tensor_memory();
   return {};
+}
+
+void SideStream::log_faults() {
+  for (const std::shared_ptr<SideStream>& one : alive()) {
+    const std::unique_lock<std::mutex> lock(one->mutex_, std::try_to_lock);
+    if (!lock.owns_lock() || one->group_ == nullptr) continue;
+    if (const Status fault = one->group_->take_fault(); !fault.ok()) log_error("AllReduceRmsNorm", fault);
+  }
 }
 
 Status SideStream::refuse() {
@@ -176,6 +189,12 @@ Status SideStream::enqueue(const Collective& collective, cudaStream_t main) {
   site.step = step_.number;
   site.overlapped = false;
   site.tensors = collective.call.tensors;
+  // All ranks have the same layers with rows in the same order, so all of them compare, or none. Nobody's kernel waits
+  // for what a host holds back meanwhile: what came before is queued.
+  if (collective.call.op.num_tokens != 0 && !site.compared) {
+    TW_RETURN_IF_ERROR(group_->compare_offsets(collective.call, name_of(collective.at)));
+    site.compared = true;
+  }
   if (collective.call.op.num_tokens == 0) {
     ++counters().empty;
   } else if (collective.overlap) {

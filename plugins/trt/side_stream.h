@@ -67,6 +67,9 @@ class SideStream : public std::enable_shared_from_this<SideStream> {
   static std::shared_ptr<SideStream> of_this_thread();
   /// See twPluginTensorMemory.
   static Status tensor_memory(int device, uint64_t bytes, void** data);
+  /// Logs every fault that a kernel reported, once. Nobody else does after an engine's last enqueue, or where graphs
+  /// are replayed. A group that another thread is using is left out: that thread finds the fault by itself.
+  static void log_faults();
 
   explicit SideStream(SideStreamKey key) : key_(std::move(key)) {}
 
@@ -76,7 +79,8 @@ class SideStream : public std::enable_shared_from_this<SideStream> {
   /// Collective the first time: meets the other ranks. Later calls only check that the group is large enough.
   Status prepare(uint64_t tensor_bytes = 0);
 
-  /// Queues a collective.
+  /// Queues a collective. The first one of a layer that has rows is collective on the host as well, where the group has
+  /// tensor memory: the ranks compare where their tensors lie.
   ///
   /// With overlap, and not capturing: the collective goes to the communication stream, and `main` goes on once all its
   /// CTAs have started, or the next GEMM would take every SM before it. While `main` is being captured into a graph: a
@@ -93,6 +97,7 @@ class SideStream : public std::enable_shared_from_this<SideStream> {
     Event fork, started, done;
     uint64_t step = 0;        ///< the step that ran it last
     bool overlapped = false;  ///< in that step: on the communication stream
+    bool compared = false;    ///< see RankGroup::compare_offsets
     TwAllReduceRmsNormTensors tensors{};
   };
   /// The newest step.

@@ -1,17 +1,13 @@
-// The TensorRT library that the process runs. This one does not link it, and several may be loaded: it is found by the
-// address of what it handed to us, and asked by the names of its C functions.
+// The TensorRT library that the process runs: found by the address of what it handed to us, and asked by the names of
+// its C functions.
 #pragma once
 
 #include <NvInferRuntime.h>
 
-#include <cstdint>
-
 #include "status.h"
+#include "tensorrt_version.h"
 
 namespace tokenweave::trt {
-
-/// getInferLibVersion of the library that holds `address`; 0 when it can't be told.
-int32_t tensorrt_version_at(const void* address);
 
 /// From now on plugin_registry asks the library that holds `address`.
 void set_tensorrt_at(const void* address);

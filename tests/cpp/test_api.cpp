@@ -50,6 +50,7 @@ TEST(Api, RefusesNullGroups) {
   EXPECT_EQ(twGroupDestroy(nullptr, &status), TW_OK);
   EXPECT_EQ(twGroupGetInfo(nullptr, &info, &status), TW_INVALID_ARGUMENT);
   EXPECT_EQ(twGroupTensorMemory(nullptr, 0, &data, &bytes, &status), TW_INVALID_ARGUMENT);
+  EXPECT_EQ(twGroupAllGather(nullptr, &bytes, data, sizeof bytes, &status), TW_INVALID_ARGUMENT);
   EXPECT_EQ(twGroupCheck(nullptr, &status), TW_INVALID_ARGUMENT);
   EXPECT_EQ(twAllReduceRmsNorm(nullptr, &op, nullptr, nullptr, nullptr, &status), TW_INVALID_ARGUMENT);
   EXPECT_STREQ(status.message, "group is null");

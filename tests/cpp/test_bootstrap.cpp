@@ -94,12 +94,15 @@ TEST(Bootstrap, AKilledRankIsAnErrorOnAllOthers) {
       return connected(options(rank, 3, address, 2000), [&](Bootstrap& bootstrap) {
         const std::string first = gathered_squares(bootstrap);
         if (rank == victim) raise(SIGKILL);
-        return gathered_squares(bootstrap);
+        const std::string second = gathered_squares(bootstrap);
+        const std::string third = gathered_squares(bootstrap);
+        return third == second ? second : second + " THEN " + third;
       });
     });
     for (int rank = 0; rank < 3; ++rank) {
       if (rank == victim) continue;
       EXPECT_NE(texts[rank].find("rank " + std::to_string(victim)), std::string::npos) << texts[rank];
+      EXPECT_EQ(texts[rank].find("THEN"), std::string::npos) << texts[rank];
     }
   }
 }

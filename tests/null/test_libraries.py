@@ -9,7 +9,7 @@ from trtllm_tokenweave.config import Environment, read_environment
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.libraries import LibraryName, find_library, load_library
 
-#: The variable and the folder of the build of each library.
+#: The variable and the folder of the build of each library that a variable can name.
 PLACES: dict[LibraryName, tuple[str, str]] = {
     "tokenweave": ("TOKENWEAVE_LIBRARY", ""),
     "tokenweave_trt": ("TOKENWEAVE_TRT_LIBRARY", "trt"),
@@ -50,6 +50,14 @@ def test_no_library_is_taken_for_another(name: LibraryName, places: list[Path]) 
             (folder / f"lib{other}.so").touch()
     others = {variable: "/named.so" for other, (variable, _) in PLACES.items() if other != name}
     assert find_library(name, read_environment(others)) is None
+
+
+def test_the_library_for_preloading_has_no_variable(places: list[Path]) -> None:
+    installed, built = places
+    (built / "preload").mkdir()
+    for path in (built / "preload/libtokenweave_preload.so", installed / "libtokenweave_preload.so"):
+        path.touch()
+        assert find_library("tokenweave_preload", NOTHING) == path
 
 
 def test_no_library(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

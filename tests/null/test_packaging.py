@@ -20,7 +20,12 @@ import trtllm_tokenweave
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "trtllm_tokenweave"
 TAG = "py3-none-linux_x86_64"
-LIBRARIES = {f"{PACKAGE}/lib/lib{name}.so" for name in ("tokenweave", "tokenweave_trt", "tokenweave_reference")}
+_NAMES = ("tokenweave", "tokenweave_trt", "tokenweave_reference", "tokenweave_preload")
+LIBRARIES = {f"{PACKAGE}/lib/lib{name}.so" for name in _NAMES}
+FOUND_BY = [
+    f"cmake/{PACKAGE}/{PACKAGE}{name}.cmake" for name in ("Config", "ConfigVersion", "Targets", "Targets-release")
+]
+FOUND_BY += [f"pkgconfig/{name}.pc" for name in ("tokenweave", PACKAGE)]
 
 
 def build(hook: str, folder: Path, **env: str) -> Path:
@@ -44,12 +49,16 @@ def package_files(folder: str) -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in files}
 
 
+def shipped_tables() -> dict[str, Path]:
+    return {f"{PACKAGE}/tables/{path.name}": path for path in (ROOT / "tuning/tables").iterdir()}
+
+
 def test_source_distribution_holds_what_the_build_needs_and_nothing_that_was_fetched_or_built(tmp_path: Path) -> None:
     made = build("build_sdist", tmp_path)
     with tarfile.open(made) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
     assert {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "build_scripts/fetch_sdk"} <= files
-    assert package_files("plugins") | package_files(PACKAGE) <= files
+    assert package_files("plugins") | package_files(PACKAGE) | package_files("tuning") <= files
     assert {name.split("/")[0] for name in files if name.startswith(".")} <= {".ci", ".clang-format", ".gitignore"}
     assert not any(re.match(r"build/|demo_report/|.*__pycache__|.*\.(so|whl|pyc)$", name) for name in files)
     assert made.stat().st_size < 5e6
@@ -64,7 +73,7 @@ def test_editable_installation_compiles_nothing_and_is_the_source_tree(tmp_path:
 def test_installation_without_the_libraries_can_be_asked_for(tmp_path: Path) -> None:
     wheel = build("build_wheel", tmp_path, SKBUILD_WHEEL_CMAKE="0")
     assert wheel.name.endswith("-py3-none-any.whl")
-    assert names(wheel) == package_files(PACKAGE)
+    assert names(wheel) == package_files(PACKAGE) | set(shipped_tables())
     assert refusal(wheel)[:1] == [f"its tag is not py3-none-PLATFORM: {wheel.name}"]
 
 
@@ -79,7 +88,9 @@ def pack(folder: Path, library: Path, tag: str = TAG, without: str = "", extra: 
     headers = ROOT.glob("plugins/**/include/tokenweave/*.h")
     files = {name: ROOT / name for name in package_files(PACKAGE)}
     files |= {f"{PACKAGE}/include/tokenweave/{path.name}": path for path in headers}
+    files |= shipped_tables()
     files |= dict.fromkeys(LIBRARIES, library)
+    files |= {f"{PACKAGE}/lib/{name}": ROOT / "README.md" for name in FOUND_BY}
     if extra:
         files[extra] = library
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -110,6 +121,8 @@ def refusal(wheel: Path) -> list[str]:
             f"it lacks {PACKAGE}/lib/libtokenweave_reference.so",
         ),
         ({"without": f"{PACKAGE}/include/tokenweave/plugins.h"}, f"it lacks {PACKAGE}/include/tokenweave/plugins.h"),
+        ({"without": f"{PACKAGE}/tables/README.md"}, f"it lacks {PACKAGE}/tables/README.md"),
+        ({"without": f"{PACKAGE}/lib/pkgconfig/tokenweave.pc"}, f"it lacks {PACKAGE}/lib/pkgconfig/tokenweave.pc"),
         ({"without": f"{PACKAGE}/cli/entry.py"}, f"it lacks {PACKAGE}/cli/entry.py"),
         ({"extra": f"{PACKAGE}/lib/libtokenweave.so.0"}, f"it should not hold {PACKAGE}/lib/libtokenweave.so.0"),
         ({"extra": "tests/cpp/tokenweave_tests"}, "it should not hold tests/cpp/tokenweave_tests"),

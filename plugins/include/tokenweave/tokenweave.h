@@ -2,10 +2,10 @@
 ///
 /// Rules that hold for every function:
 /// - Errors are values: the return code, and the same code with a message in `*status` when `status` is not null.
-/// Nothing
-///   throws over this boundary, and nothing exits the process.
+///   Nothing throws over this boundary, and nothing exits the process.
 /// - "Collective" means: every rank of the group calls it, in the same order relative to other collective calls. A rank
-///   that fails or does not come gives the others an error within the group's timeout; it never leaves them hanging.
+///   that fails or does not come gives the others an error within the group's timeout, or twice that where rank 0 does
+///   not come; it never leaves them hanging.
 /// - A group may be used by one host thread at a time, and its kernels must not run concurrently with one another.
 #pragma once
 
@@ -48,11 +48,12 @@ typedef enum TwFabric {
   TW_FABRIC_SOFT_MULTICAST = 2,  ///< peer pointers with the rounding of multimem, for tests
 } TwFabric;
 
-/// How a kernel moves rows to shared memory: a matter of speed only.
+/// How a kernel moves rows: a matter of speed only.
 typedef enum TwLoader {
-  TW_LOADER_AUTO = -1,     ///< bulk where it can be, else cp_async
+  TW_LOADER_AUTO = -1,     ///< the fastest that the sizes and the device allow
   TW_LOADER_CP_ASYNC = 0,  ///< each thread its own vectors
   TW_LOADER_BULK = 1,      ///< the copy engine whole rows; peer fabric, compute capability 9.0 and later
+  TW_LOADER_PUSH = 2,      ///< to the ranks that need them, without staging; peer fabric, two ranks or more, few tokens
 } TwLoader;
 
 typedef struct TwGroup TwGroup;
@@ -99,7 +100,8 @@ typedef struct TwAllReduceRmsNormTensors {
 /// R rows and holds these, rows past them are undefined.
 ///
 /// input, normed, and a gathered residual_out, may each lie in the group's tensor memory (at the same offset on all
-/// ranks) or anywhere else; the kernel then copies through the group's staging memory. normed may be input.
+/// ranks) or anywhere else; the kernel then copies through the group's staging memory. Where some ranks' tensors lie at
+/// other offsets, or elsewhere, all ranks say `staged`; twGroupAllGather can tell. normed may be input.
 /// residual_out may be residual when both are sharded or both are whole.
 typedef struct TwAllReduceRmsNorm {
   size_t struct_bytes;       ///< sizeof(TwAllReduceRmsNorm) of the caller
@@ -108,6 +110,7 @@ typedef struct TwAllReduceRmsNorm {
   int32_t hidden;            ///< a multiple of 8, up to 16384
   int32_t residual_sharded;  ///< residual holds this rank's rows only
   int32_t gather_residual;   ///< residual_out gets all rows
+  int32_t staged;            ///< copy through staging memory wherever the tensors lie
   float eps;
   const void* norm_weight;  ///< [hidden]
   const void* bias;         ///< [hidden] or null
@@ -140,6 +143,11 @@ TW_API TwCode twGroupGetInfo(const TwGroup* group, TwGroupInfo* info, TwStatus* 
 /// The tensor memory of a rank, as this process's device addresses it. Valid until twGroupDestroy. Its bytes start out
 /// as 0.
 TW_API TwCode twGroupTensorMemory(const TwGroup* group, int32_t rank, void** data, size_t* bytes, TwStatus* status);
+
+/// Collective, on the host. Hands `bytes` of every rank to all of them, in the order of ranks: `all` has room for size
+/// * bytes. Waits for the other ranks, for rank 0 for up to twice the timeout; once it has failed on a rank, it fails
+/// for good. In loopback all virtual ranks say the same.
+TW_API TwCode twGroupAllGather(TwGroup* group, const void* mine, void* all, size_t bytes, TwStatus* status);
 
 /// Whether any kernel of this group gave up so far: TW_OK, TW_TIMEOUT or TW_RANKS_DISAGREE with rank, peer and what was
 /// seen. Does not wait; call it after synchronising a stream to learn about the work queued there.

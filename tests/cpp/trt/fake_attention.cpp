@@ -62,9 +62,11 @@ class Inner final : public nvinfer1::IPluginV2DynamicExt {
     note("configure");
     ++state_;
     fake_attention().configured_max.clear();
+    fake_attention().configured_min.clear();
     fake_attention().configured_desc.clear();
     for (int32_t i = 0; i < num_inputs; ++i) {
       fake_attention().configured_max.push_back(inputs[i].max.d[0]);
+      fake_attention().configured_min.push_back(inputs[i].min.d[0]);
       fake_attention().configured_desc.push_back(list(inputs[i].desc.dims));
     }
     fake_attention().configured_desc.push_back(list(outputs[0].desc.dims));

@@ -24,7 +24,8 @@ struct FakeAttention {
   int64_t width = 32;   ///< of the output
   int64_t output_rank = 2;
 
-  std::vector<std::string> fields;      ///< of the newest createPlugin: "layer_idx INT32 3"
+  std::vector<std::string> fields;  ///< of the newest createPlugin: "layer_idx INT32 3"
+  std::vector<int64_t> configured_min;
   std::vector<int64_t> configured_max;  ///< of the newest configurePlugin: dimension 0 of each input's bound
   std::vector<std::vector<int64_t>> configured_desc;  ///< and the dimensions of all descriptions, the output's last
   std::vector<std::vector<int64_t>> sized;            ///< dimensions of the newest getWorkspaceSize

@@ -59,7 +59,9 @@ class FakeExprs final : public nvinfer1::IExprBuilder, private nvinfer1::apiv::V
   }
   const nvinfer1::IDimensionExpr* operation(nvinfer1::DimensionOperation op, const nvinfer1::IDimensionExpr& a,
                                             const nvinfer1::IDimensionExpr& b) noexcept override {
-    const char* const sign = op == nvinfer1::DimensionOperation::kCEIL_DIV ? "ceil/" : "?";
+    const char* const sign = op == nvinfer1::DimensionOperation::kCEIL_DIV ? "ceil/"
+                             : op == nvinfer1::DimensionOperation::kPROD   ? "*"
+                                                                           : "?";
     return make(static_cast<const FakeExpr&>(a).text + " " + sign + " " + static_cast<const FakeExpr&>(b).text, false,
                 0);
   }

@@ -1,5 +1,6 @@
 #include "fake_gpu.h"
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 
@@ -166,6 +167,21 @@ TwCode twGroupTensorMemory(const TwGroup*, int32_t, void** data, size_t* bytes, 
   *data = gpu().tensor_memory;
   *bytes = gpu().groups.back().tensor_bytes;
   return answer("twGroupTensorMemory", status);
+}
+
+TwCode twGroupCheck(const TwGroup*, TwStatus* status) { return answer("twGroupCheck", status); }
+
+TwCode twGroupAllGather(TwGroup*, const void* mine, void* all, size_t bytes, TwStatus* status) {
+  gpu().calls.push_back("compare " + std::to_string(bytes) + " bytes");
+  if (const TwCode code = answer("twGroupAllGather", status); code != TW_OK) return code;
+  const TwGroupConfig& group = gpu().groups.back();
+  const size_t count = bytes / sizeof(int64_t);
+  for (int32_t rank = 0; rank < group.size; ++rank) {
+    auto* const offsets = static_cast<int64_t*>(all) + rank * count;
+    std::memcpy(offsets, mine, bytes);
+    if (rank != group.rank && gpu().peer_offset) std::transform(offsets, offsets + count, offsets, gpu().peer_offset);
+  }
+  return TW_OK;
 }
 
 TwCode twAllReduceRmsNorm(TwGroup*, const TwAllReduceRmsNorm* op, const TwAllReduceRmsNormTensors* tensors,

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,6 +28,7 @@ struct FakeGpu {
   int sm_count = 132;
   TwFabric fabric = TW_FABRIC_MULTIMEM;
   alignas(16) uint8_t tensor_memory[1024] = {};  ///< as much of it as the newest group asked for
+  std::function<int64_t(int64_t)> peer_offset;   ///< of the other ranks' tensor, for this rank's; none: the same
 
   std::vector<TwGroupConfig> groups;  ///< all that were created
   std::vector<int32_t> members;       ///< of the newest group, in MPI_COMM_WORLD

@@ -1,7 +1,10 @@
 #include "fake_tensorrt.h"
 
+#include <dlfcn.h>
+
 #include <string>
 #include <utility>
+#include <vector>
 
 // V2 plugins are deprecated.
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
@@ -13,6 +16,7 @@ int32_t version = 100600;
 std::string logged, taken;
 nvinfer1::IPluginCreatorInterface* only_creator = nullptr;
 std::string only_namespace;
+std::vector<nvinfer1::IPluginCreatorInterface*> loaded_creators;
 
 struct Logger final : nvinfer1::ILogger {
   void log(Severity severity, const char* message) noexcept override {
@@ -37,10 +41,22 @@ std::pair<std::string, std::string> names(nvinfer1::IPluginCreatorInterface& cre
   return {v3.getPluginName(), v3.getPluginVersion()};
 }
 
-/// Finds creators, and does nothing else.
+std::string namespace_of(nvinfer1::IPluginCreatorInterface& creator) {
+  if (std::string(creator.getInterfaceInfo().kind) == "PLUGIN CREATOR_V1")
+    return static_cast<nvinfer1::IPluginCreator&>(creator).getPluginNamespace();
+  return static_cast<nvinfer1::IPluginCreatorV3One&>(creator).getPluginNamespace();
+}
+
+/// Finds creators and loads libraries of them, and does nothing else.
 struct Registry final : nvinfer1::IPluginRegistry {
   nvinfer1::IPluginCreatorInterface* getCreator(const char* name, const char* wanted_version,
                                                 const char* name_space) noexcept override {
+    for (nvinfer1::IPluginCreatorInterface* const creator : loaded_creators) {
+      if (names(*creator) == std::pair<std::string, std::string>(name, wanted_version) &&
+          namespace_of(*creator) == name_space) {
+        return creator;
+      }
+    }
     if (only_creator == nullptr || name_space != only_namespace) return nullptr;
     return names(*only_creator) == std::pair<std::string, std::string>(name, wanted_version) ? only_creator : nullptr;
   }
@@ -55,7 +71,16 @@ struct Registry final : nvinfer1::IPluginRegistry {
   bool deregisterCreator(const nvinfer1::IPluginCreator&) noexcept override { return false; }
   bool isParentSearchEnabled() const override { return false; }
   void setParentSearchEnabled(bool) override {}
-  PluginLibraryHandle loadLibrary(const char*) noexcept override { return nullptr; }
+  PluginLibraryHandle loadLibrary(const char* path) noexcept override {
+    void* const library = dlopen(path, RTLD_LAZY);
+    using GetCreators = nvinfer1::IPluginCreatorInterface* const* (*)(int32_t&);
+    const auto get = library != nullptr ? reinterpret_cast<GetCreators>(dlsym(library, "getCreators")) : nullptr;
+    if (get == nullptr) return nullptr;
+    int32_t count = 0;
+    nvinfer1::IPluginCreatorInterface* const* const first = get(count);
+    loaded_creators.insert(loaded_creators.end(), first, first + count);
+    return library;
+  }
   void deregisterLibrary(PluginLibraryHandle) noexcept override {}
   bool registerCreator(nvinfer1::IPluginCreatorInterface&, const char*) noexcept override { return false; }
   nvinfer1::IPluginCreatorInterface* const* getAllCreators(int32_t*) const noexcept override { return nullptr; }

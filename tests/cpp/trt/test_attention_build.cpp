@@ -186,6 +186,15 @@ TEST_F(AttentionBuild, ConfiguresBeforeItTakesTheBytes) {
   EXPECT_TRUE(found);
 }
 
+TEST_F(AttentionBuild, LeastRowsMayBeNegative) {
+  const PluginPtr plugin = built(attention_fields(1));
+  std::vector<DynamicPluginTensorDesc> bounds = attention_bounds(4096);
+  bounds[kQkv].min.d[0] = bounds.back().min.d[0] = -4095;  // min(1 - 4096, 2048), as TensorRT bounds the suffix
+  EXPECT_EQ(configure(plugin, bounds), 0) << last_error().message;
+  EXPECT_EQ(fake_attention().configured_min[kQkv], 0);
+  EXPECT_EQ(configure(plugin, bounds), 0) << last_error().message;  // of another profile
+}
+
 TEST_F(AttentionBuild, WithoutAnOptimumItConfiguresForTheBounds) {
   const PluginPtr plugin = built(attention_fields(0));
   std::vector<DynamicPluginTensorDesc> bounds = attention_bounds(4096);

@@ -4,6 +4,7 @@
 #include "fake_cublaslt.h"
 #include "fake_exprs.h"
 #include "layers.h"
+#include "table.h"
 #include "table_vectors.h"
 
 namespace tokenweave::test {
@@ -51,16 +52,16 @@ TEST_F(GemmPluginTest, LeavesTheSmsOfTheStepsRowWhereTheStepIsSplit) {
     int64_t rows, tokens, sequences;
     int32_t sm_target;
   };
-  // In the table "batches" attention has 128 SMs for up to 1024 tokens of up to 4 sequences, and all for more tokens;
-  // mlp the other way round.
+  // In the table "batches" attention has 128 SMs for up to 1024 tokens of up to 4 sequences; mlp for more tokens. Where
+  // a row has no number it is the SMs that the CTAs leave, and a step that is not split has all.
   for (const Case& c : {Case{0, 300, 1000, 4, 128},
-                        {1, 301, 1000, 4, 0},
-                        {0, 302, 2000, 4, 0},
+                        {1, 301, 1000, 4, 116},
+                        {0, 302, 2000, 4, 116},
                         {1, 303, 2000, 4, 128},
                         {1, 304, 1000, 5, 128},
                         {0, 1000, 1000, 4, 0},
                         {1, 2000, 2000, 4, 0},
-                        {1, 1, 4000, 1, 0}}) {
+                        {1, 1, 4000, 1, 124}}) {
     const PluginPtr plugin = attach(create("Gemm", fields(c.kind)));
     ASSERT_EQ(run(plugin, c.rows, c.tokens, c.sequences), 0) << last_error().message;
     EXPECT_EQ(cublaslt().asked.back().m, c.rows);
@@ -68,10 +69,10 @@ TEST_F(GemmPluginTest, LeavesTheSmsOfTheStepsRowWhereTheStepIsSplit) {
   }
 }
 
-TEST_F(GemmPluginTest, HasNoSmTargetWithoutATable) {
+TEST_F(GemmPluginTest, WithoutATableItKeepsOffTheDefaultCtas) {
   const PluginPtr plugin = attach(create("Gemm", fields().remove("table")));
   ASSERT_EQ(run(plugin, 300, 1000, 4), 0);
-  EXPECT_EQ(cublaslt().asked.at(0).sm_target, 0);
+  EXPECT_EQ(cublaslt().asked.at(0).sm_target, gpu().sm_count - tokenweave::TableLaunch{}.ctas);
 }
 
 TEST_F(GemmPluginTest, MultipliesByEitherLayoutOfTheWeight) {

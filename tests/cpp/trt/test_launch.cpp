@@ -55,6 +55,22 @@ TEST_F(Launch, LooksTheWholeStepUp) {
   EXPECT_EQ(gpu().launch.loader, TW_LOADER_AUTO);
 }
 
+TEST_F(Launch, TheLastCollectiveHasAllSms) {
+  const auto last = [](int half) { return fields("batches").set("half", half).flag("side_stream", 1).flag("last", 1); };
+  Start prefix{last(0)}, suffix{last(1)};
+  ASSERT_EQ(prefix.change_shape(), 0);
+  ASSERT_EQ(suffix.change_shape(), 0);
+  const TwPluginLaunch given{sizeof(TwPluginLaunch), 6, 512, 120};
+  for (const int32_t ctas : {16, 6}) {
+    EXPECT_EQ(prefix.run({1000, 1100, 4}), 0);
+    EXPECT_EQ(gpu().launch.ctas, ctas);  // the suffix half computes beside it
+    EXPECT_EQ(suffix.run({100, 1100, 4}), 0);
+    EXPECT_EQ(gpu().launch.ctas, 0);
+    ASSERT_EQ(twPluginOverrideLaunch(&given, nullptr), TW_OK);
+  }
+  ASSERT_EQ(twPluginOverrideLaunch(nullptr, nullptr), TW_OK);
+}
+
 TEST_F(Launch, AnOverrideReplacesWhatRunsBesideOtherWork) {
   Start half{fields("batches").set("half", 0).flag("side_stream", 1)};
   ASSERT_EQ(half.change_shape(), 0);
@@ -113,7 +129,7 @@ TEST_F(Launch, HasDefaultsWithoutATable) {
   ASSERT_EQ(start.change_shape(), 0);
   EXPECT_EQ(start.run({50, 100, 1}), 0);
   EXPECT_EQ(gpu().launch.fabric, TW_FABRIC_AUTO);
-  EXPECT_EQ(gpu().launch.ctas, 16);
+  EXPECT_EQ(gpu().launch.ctas, 8);
   EXPECT_EQ(gpu().launch.threads, 1024);
 }
 

@@ -65,6 +65,22 @@ TEST_F(Log, TheLastErrorStays) {
   EXPECT_EQ(twPluginLastError(nullptr), TW_INVALID_ARGUMENT);
 }
 
+TEST_F(Log, WhatGaveUpOnTheGpuIsAnError) {
+  testing::internal::CaptureStderr();
+  Start start;
+  EXPECT_EQ(start.change_shape() + start.run({4, 10}), 0);
+  const std::string before = last_error().message;
+  gpu().failing = "twGroupCheck";
+  EXPECT_EQ(last_error().code, TW_TIMEOUT);
+  EXPECT_STREQ(last_error().message, "AllReduceRmsNorm: rank 1 did not come");
+  EXPECT_NE(last_error().message, before);
+  // Once: newer errors are not hidden.
+  EXPECT_EQ(create("StreamJoin", join_fields().set("half", 9)), nullptr);
+  EXPECT_EQ(std::string("[TokenWeave] ") + last_error().message, kMessage);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(),
+            "[TokenWeave] AllReduceRmsNorm: rank 1 did not come\n" + std::string(kMessage) + "\n");
+}
+
 TEST_F(Log, CountersAreCheckedAndReset) {
   Start start{start_fields().set("half", 2).flag("side_stream", 0)};
   EXPECT_EQ(start.change_shape() + start.run({8, 8}), 0);

@@ -88,7 +88,7 @@ TEST(Table, WithoutRowsIsTheDefaultRule) {
   const StepPlan plan = TuningTable().plan_step(1, 2000);
   EXPECT_TRUE(plan.weave);
   EXPECT_EQ(plan.split, 1024);
-  EXPECT_EQ(plan.mlp.ctas, 16);
+  EXPECT_EQ(plan.mlp.ctas, 8);
 }
 
 }  // namespace

@@ -17,10 +17,11 @@ typedef struct TwPluginCounters {
   uint64_t in_line;           ///< collectives put on the caller's stream, because the step has no other half
   uint64_t empty;             ///< halves without tokens
   uint64_t joins;             ///< StreamJoins that made the caller's stream wait
-  uint64_t staged;            ///< collectives with a tensor outside symmetric memory: copied on their way
+  uint64_t staged;            ///< collectives with a tensor outside symmetric memory: copied, unless they are pushed
   uint64_t alias_copies;      ///< outputs that TensorRT did not alias to their input: copied
   uint64_t unkept_inputs;     ///< tensors of a collective that its join does not keep alive: results may be wrong
   uint64_t fabric_fallbacks;  ///< collectives whose table asks for multimem, run over peer pointers
+  uint64_t offset_fallbacks;  ///< collectives staged because the ranks' tensors lie at different offsets
   uint64_t refused_steps;     ///< steps that began while another context's step was under way
   uint64_t unfinished_steps;  ///< steps that ended before their last join, because something failed
   uint64_t while_building;    ///< calls of plugins in a build, which do nothing
@@ -29,7 +30,8 @@ typedef struct TwPluginCounters {
 TW_API TwCode twPluginGetCounters(TwPluginCounters* counters, TwStatus* status);
 TW_API void twPluginResetCounters(void);
 
-/// The newest error of any plugin: its code, and its message in `*status`. TW_OK and an empty message: none so far.
+/// The newest error of any plugin: its code, and its message in `*status`. TW_OK and an empty message: none so far. A
+/// collective that gives up on the GPU is one, too, as soon as it is asked for here: ask after synchronising the step.
 TW_API TwCode twPluginLastError(TwStatus* status);
 
 /// How what runs beside the other half's work is launched; ranges as in a tuning table.
@@ -47,8 +49,9 @@ TW_API TwCode twPluginOverrideLaunch(const TwPluginLaunch* launch, TwStatus* sta
 
 /// Collective. Symmetric memory of at least `bytes` for the one engine on `device` that has not run yet, to be an
 /// execution context's device memory (createExecutionContext with kUSER_MANAGED, then setDeviceMemoryV2): collectives
-/// then skip the copies through staging memory, as far as the ranks' tensors lie at equal offsets. Call it after the
-/// contexts were created and before the first step. It stays valid until the last of these contexts is destroyed.
+/// then skip the copies through staging memory, if the ranks' tensors lie at equal offsets: the ranks compare them on
+/// the host, before every layer's first collective. Call it after the contexts were created and before the first step.
+/// It stays valid until the last of these contexts is destroyed.
 TW_API TwCode twPluginTensorMemory(int32_t device, uint64_t bytes, void** data, TwStatus* status);
 
 #ifdef __cplusplus
