@@ -191,6 +191,7 @@ SPECS: tuple[PluginSpec, ...] = (
             _flag("gather_residual"),
             _flag("has_bias"),
             _flag("side_stream"),
+            _flag("last"),
             _chars("table", b""),
         ),
         outputs=_all_reduce_rms_norm,

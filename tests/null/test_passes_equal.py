@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from support.stack import Stack, options, run, table
 
 import trtllm_tokenweave.recorder as trt
+from trtllm_tokenweave.network import Graph
 from trtllm_tokenweave.passes import chain_signature, verify, verify_ranks, weave
+from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM
 from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow
 
 LAUNCH = LaunchConfig(ctas=16, threads=1024)
@@ -136,6 +138,13 @@ def test_rows_of_a_table_are_looked_up_in_the_network() -> None:
     for n in (0, 1, 96, 97, 112, 113, 160, 161, 1000, 1039, 1040, 2047, 2048):
         out = run([network, other], tokens(n))[0]
         assert (int(out["p"][0]), int(out["s"][0])) == lookup.evaluate(1, n)
+
+
+def test_the_last_site_says_so() -> None:
+    network = Stack(layers=2).build()
+    weave(network, options())
+    starts = [n for n in Graph(network).live if n.plugin_name == ALL_REDUCE_RMS_NORM]
+    assert {(n.fields["site"], n.fields["half"]) for n in starts if n.fields["last"]} == {(3, 0), (3, 1)}
 
 
 def test_every_rank_gets_the_same_chain() -> None:

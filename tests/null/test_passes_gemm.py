@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from support import tuning
 from support.models import small, small_table
 from support.stack import Stack, options, run
 
@@ -18,6 +20,7 @@ from trtllm_tokenweave.network import Graph, Node
 from trtllm_tokenweave.passes import names, verify, weave
 from trtllm_tokenweave.passes.gemm import beside
 from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, GEMM, NAMESPACE, STREAM_JOIN, VERSION, Half, SiteKind
+from trtllm_tokenweave.table import TableSource
 
 OURS = (GEMM, VERSION, NAMESPACE)
 
@@ -37,24 +40,18 @@ def product_in_a_row(stack: Stack, index: int, x: trt.ITensor) -> trt.ITensor:
     return stack.matmul(x, stack.weight("middle", index, (stack.ffn, stack.ffn)))
 
 
-@pytest.mark.parametrize(("inner", "products"), [(None, 2), (product_in_a_row, 3)])
-def test_every_product_of_either_half_is_replaced(inner: Any, products: int) -> None:
+@pytest.mark.parametrize(("inner", "others"), [(None, 1), (product_in_a_row, 2)])
+def test_the_first_product_of_every_block_of_either_half_is_replaced(inner: Any, others: int) -> None:
     graph = woven(Stack(layers=2, dtype=trt.bfloat16, inner=inner))
-    assert count(graph) == {"Gemm": 2 * 4 * products}
+    assert count(graph) == {"Gemm": 2 * 4, "MATRIX_MULTIPLY": 2 * 4 * others}
     for node in graph.nodes:
         if node.plugin_key == OURS:
             assert node in graph.live
             assert node.inputs[2:] == ["x", graph.named[names.ONE_SEQUENCE].outputs[0]]
 
 
-def in_float32(stack: Stack, index: int, x: trt.ITensor) -> trt.ITensor:
-    matrix = stack.cast(stack.weight("middle", index, (stack.ffn, stack.ffn)), trt.float32)
-    return stack.cast(stack.matmul(stack.cast(x, trt.float32), matrix), stack.dtype)
-
-
 def test_products_in_float32_stay_tensorrts() -> None:
     assert count(woven(Stack(layers=2))) == {"MATRIX_MULTIPLY": 16}
-    assert count(woven(Stack(layers=2, dtype=trt.bfloat16, inner=in_float32))) == {"Gemm": 16, "MATRIX_MULTIPLY": 8}
 
 
 def test_nothing_is_replaced_where_nothing_is_split_or_asked_for() -> None:
@@ -62,6 +59,15 @@ def test_nothing_is_replaced_where_nothing_is_split_or_asked_for() -> None:
         network = Stack(layers=2, dtype=trt.bfloat16).build()
         weave(network, options(**fields))
         assert "Gemm" not in count(Graph(network))
+
+
+def test_by_default_the_table_says_whose_gemms() -> None:
+    for gemm in ("trt", "budget", None):
+        how, network = options(), Stack(layers=2, dtype=trt.bfloat16).build()
+        measured = None if gemm is None else tuning.measured(gemm=gemm)
+        source = TableSource(kind="default" if gemm is None else "measurement", text="", measured=measured)
+        weave(network, replace(how, table=how.table.model_copy(update={"source": source})))
+        assert ("Gemm" in count(Graph(network))) is (gemm != "trt")
 
 
 def in_flight(graph: Graph, node: Node) -> set[SiteKind]:
@@ -82,12 +88,12 @@ def in_flight(graph: Graph, node: Node) -> set[SiteKind]:
 def test_a_gemm_keeps_to_the_budget_of_the_collective_beside_it(half: Half) -> None:
     graph = woven(Stack(layers=3, dtype=trt.bfloat16))
     mine = [n for n in graph.ordered() if n.plugin_key == OURS and n.name.endswith("/suffix") is (half is Half.SUFFIX)]
-    assert len(mine) == 12
+    assert len(mine) == 6
     for node in mine:
         found = in_flight(graph, node)
         # In front of site 0 the prefix half has nothing beside it.
         assert found in ({SiteKind(int(node.fields["kind"]))}, set()), node.name
-    assert sum(not in_flight(graph, node) for node in mine) == (2 if half is Half.PREFIX else 0)
+    assert sum(not in_flight(graph, node) for node in mine) == (1 if half is Half.PREFIX else 0)
     assert {int(n.fields["kind"]) for n in mine} == {0, 1}
 
 
@@ -123,11 +129,11 @@ def test_a_plugin_that_is_not_used_is_a_fault() -> None:
 
 
 def test_trtllms_gemm_plugin_is_replaced_too() -> None:
-    """In a whole model, attention split: the plain products become ours, but the head's, which is not split."""
+    """In a whole model, attention split: Q, K and V's product becomes ours, and gate and up projection's."""
     network, config, mapping = trt.RecordedNetwork(), small(), Mapping(2, 0, 2)
     build_llama(network, config, mapping, None, NetworkOptions(max_num_tokens=96, max_seq_len=64, gemm_plugin=True))
     how = options(gemm="budget", table=small_table(config, 2), max_num_tokens=96)
     assert weave(network, how).mode == "weave"
     keys = Counter(n.plugin_key for n in Graph(network).live)
-    assert keys[OURS] == 2 * 4 * config.num_hidden_layers
-    assert keys["Gemm", "1", "tensorrt_llm"] == 1
+    assert keys[OURS] == 2 * 2 * config.num_hidden_layers
+    assert keys["Gemm", "1", "tensorrt_llm"] == 2 * 2 * config.num_hidden_layers + 1

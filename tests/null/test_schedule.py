@@ -63,7 +63,7 @@ def test_default_rule(key: TableKey, first: int) -> None:
     assert below.reason == f"default rule: below min_tokens {first}"
     assert (at.mode, at.prefix, at.suffix, at.source) == ("weave", first // 2, first // 2, "default")
     assert at.reason == f"default rule: half of {first} plus offset 0"
-    assert at.attention == at.mlp == LaunchConfig(fabric="auto", ctas=16, threads=1024, gemm_sms=0)
+    assert at.attention == at.mlp == LaunchConfig(fabric="auto", ctas=8, threads=1024, gemm_sms=0)
 
 
 def test_rows_by_batch_and_tokens() -> None:

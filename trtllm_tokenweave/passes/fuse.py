@@ -67,6 +67,7 @@ class _Fuser:
             "gather_residual": int(gather),
             "has_bias": int(site.bias is not None),
             "side_stream": int(self.plan.region is not None),
+            "last": int(index == len(self.plan.sites) - 1),
             "table": self.table,
         }
         vectors = [self._flat(site, "gamma", site.gamma)]

@@ -1,6 +1,10 @@
-"""Optional step between fuse and split: give the region's GEMMs to our ``Gemm`` plugin, which keeps off some SMs.
+"""Optional step between fuse and split: give GEMMs that start beside a collective to our ``Gemm`` plugin.
 
-A TensorRT GEMM takes every SM, so one whose grid is a full wave needs two waves beside a collective that holds a few.
+TensorRT's kernels for large products are persistent, with as many CTAs as the GPU has SMs and tiles that are dealt out
+beforehand. CTAs that find a collective on their SM start when that has ended, and the whole product waits for them, but
+for what they have less to do than others. The plugin asks cuBLASLt for kernels that keep off the collective's SMs
+(``gemm_sms``). Products behind the first of a block start when the collective has ended, or nearly, and stay
+TensorRT's.
 """
 
 from __future__ import annotations
@@ -21,17 +25,20 @@ _PLAIN = {"transa": 0, "transb": 1, "pad_lda": 0, "pad_ldb": 0, "pad_ldc": 0, "u
 
 
 def gemm(network: Any, plan: WeavePlan) -> None:
-    """Replace the products of a half's rows and a constant 16-bit matrix; others stay as they are.
+    """Replace each block's first products, where they are of a half's rows and a constant 16-bit matrix.
 
-    A float32 product stays TensorRT's own: there the plugin would gain nothing.
+    A block is what computes a site's input from the result of the site before: its first products are those of Q, K
+    and V, and those of gate and up projection. A float32 product stays TensorRT's own: there the plugin would gain
+    nothing.
     """
-    if plan.region is None or plan.options.gemm != "budget":
+    wanted = plan.options.table.gemm if plan.options.gemm == "table" else plan.options.gemm
+    if plan.region is None or wanted != "budget":
         return
     graph = Graph(network)
     table = plan.options.table.pack()
     references = [graph.named[names.start(0, Half.PREFIX)].inputs[at] for at in (-3, -2)]
     kinds = [site.kind for site in plan.sites]
-    for node, site in _computing(graph, plan):
+    for node, site in _first_products(graph, plan):
         transposed = _transposed(graph, node)
         if transposed is None:
             continue
@@ -62,15 +69,19 @@ def beside(kinds: Sequence[SiteKind], site: int, half: Half) -> SiteKind:
     return kinds[max(site - 1, 0)] if half is Half.PREFIX else kinds[site]
 
 
-def _computing(graph: Graph, plan: WeavePlan) -> list[tuple[Node, int]]:
-    """The region's layers that compute a site's input, each with the site's index, in topological order."""
+def _first_products(graph: Graph, plan: WeavePlan) -> list[tuple[Node, int]]:
+    """The products that no other product of their block comes before, each with the site that the block computes."""
     assert plan.region is not None
     found = []
     done = frozenset({plan.region.entry})
     for site in range(len(plan.sites)):
         x = graph.named[names.start(site, Half.PREFIX)].inputs[0]
-        nodes = graph.ancestors([x or ""], done) & graph.descendants(plan.region.entry)
-        found += [(node, site) for node in graph.ordered(nodes)]
+        block = graph.ancestors([x or ""], done) & graph.descendants(plan.region.entry)
+        products = [n for n in graph.ordered(block) if n.kind == "MATRIX_MULTIPLY" or n.plugin_key == TRTLLM_GEMM]
+        for node in products:
+            before = graph.ancestors([name for name in node.inputs if name is not None], done)
+            if before.isdisjoint(products):
+                found.append((node, site))
         done |= frozenset(graph.named[names.join(site, Half.PREFIX)].outputs)
     return found
 

@@ -84,7 +84,7 @@ def layer_number(network: Any) -> int:
     return int(network.num_layers) - 1
 
 
-def half_sizes(math: SizeMath, lookup: PrefixLookup, tokens: Any, sequences: Any) -> tuple[Any, Any]:
+def half_sizes(math: SizeMath, lookup: PrefixLookup, tokens: Any, sequences: Any, given: Any = None) -> tuple[Any, Any]:
     """Rows of the prefix and of the suffix as [1]-shaped INT64 tensors.
 
     Computes what ``PrefixLookup.evaluate`` computes: prefix = min(n, rows[batch bucket, token bucket] + below *
@@ -96,8 +96,17 @@ def half_sizes(math: SizeMath, lookup: PrefixLookup, tokens: Any, sequences: Any
         lookup: The table in the form of a grid.
         tokens: Tensor whose dimension 0 is the step's tokens.
         sequences: Tensor whose dimension 0 is the step's sequences.
+        given: Tensor whose dimension 0 takes the place of rows[...] + below * min_tokens, or None.
     """
     n = math.size(tokens, 0, "num_tokens")
+    rows = _looked_up(math, lookup, n, sequences) if given is None else math.size(given, 0, "prefix_tokens")
+    prefix = math.op(math.op(rows, n, "MIN"), lookup.max_prefix, "MIN")
+    suffix = math.op(math.op(n, prefix, "SUB"), lookup.max_suffix, "MIN")
+    return prefix, suffix
+
+
+def _looked_up(math: SizeMath, lookup: PrefixLookup, n: Any, sequences: Any) -> Any:
+    """rows[batch bucket, token bucket] + below * min_tokens."""
     buckets = lookup.prefix.shape[1]
     index = math.op(math.op(n, lookup.granularity - 1, "SUM"), lookup.granularity, "FLOOR_DIV")
     if lookup.batch_starts:
@@ -107,7 +116,4 @@ def half_sizes(math: SizeMath, lookup: PrefixLookup, tokens: Any, sequences: Any
             index = math.op(index, math.op(reached, buckets, "PROD"), "SUM")
     rows = math.pick(lookup.chunks(), index)
     below = math.clamp(math.op(lookup.min_tokens, n, "SUB"), 0, 1)
-    rows = math.op(rows, math.op(below, lookup.min_tokens, "PROD"), "SUM")
-    prefix = math.op(math.op(rows, n, "MIN"), lookup.max_prefix, "MIN")
-    suffix = math.op(math.op(n, prefix, "SUB"), lookup.max_suffix, "MIN")
-    return prefix, suffix
+    return math.op(rows, math.op(below, lookup.min_tokens, "PROD"), "SUM")

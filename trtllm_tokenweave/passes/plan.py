@@ -30,8 +30,12 @@ class WeaveOptions:
         split: Cut steps in two; False fuses only.
         split_attention: Cut attention too; False leaves it whole.
         max_beam_width: Beams per request of the build.
-        gemm: "budget" gives the split region's GEMMs to our plugin, which keeps to the table's ``gemm_sms``; "trt"
-            leaves them to TensorRT.
+        max_draft_len: Draft tokens of a generation row; above 0 attention stays whole.
+        gemm: "budget" gives the GEMMs that start beside a collective to our plugin, which keeps to the table's
+            ``gemm_sms``; "trt" leaves them to TensorRT; "table": what the table was measured with, else "budget".
+        prefix_input: Name of a network input whose dimension 0 is the rows of the prefix half, in the place of the
+            table's lookup: the split is then an input of every step, for tuning. The network brings the input (rank
+            1); only its dimension is read.
     """
 
     mapping: Mapping
@@ -41,7 +45,9 @@ class WeaveOptions:
     split: bool = True
     split_attention: bool = True
     max_beam_width: int = 1
-    gemm: Literal["trt", "budget"] = "trt"
+    max_draft_len: int = 0
+    gemm: Literal["table", "trt", "budget"] = "table"
+    prefix_input: str | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,11 @@ def _plan_region(graph: Graph, plan: WeavePlan) -> tuple[Region | None, list[Ref
     lookup = options.table.prefix_lookup(options.max_batch_size, options.max_num_tokens)
     if lookup.max_suffix == 0:
         return no("tuning table", f"it splits no step of up to {options.max_num_tokens} tokens")
+    if options.prefix_input is not None:
+        if graph.inputs.count(options.prefix_input) != 1 or len(graph.shape(options.prefix_input)) != 1:
+            return no(options.prefix_input, "it is no network input of rank 1, so it cannot say the prefix half's rows")
+        # Any split may be asked for: either half may hold nearly all of a step.
+        lookup = replace(lookup, max_prefix=options.max_num_tokens, max_suffix=options.max_num_tokens - 1)
     if sum(plan.run_starts()) != 1:
         at = plan.sites[plan.run_starts().index(True, 1)].all_reduce
         return no(at, "a site before it is not fused, so the residual stream is interrupted")
@@ -192,6 +203,8 @@ def _attention_mode(nodes: list[Node], options: WeaveOptions) -> tuple[Attention
         return "whole", [Refusal("attention", "split_attention is switched off", "attention")]
     if options.max_beam_width > 1:
         return "whole", [Refusal("attention", f"max_beam_width is {options.max_beam_width}", "attention")]
+    if options.max_draft_len > 0:
+        return "whole", [Refusal("attention", f"max_draft_len is {options.max_draft_len}", "attention")]
     for node in nodes:
         reason = split_refusal(node.fields)
         if reason:

@@ -52,6 +52,7 @@ class _Splitter:
         assert plan.region is not None
         self.network = network
         self.region = plan.region
+        self.prefix_input = plan.options.prefix_input
         self.kinds = [site.kind for site in plan.sites]
         self.graph = Graph(network)
         last = names.join(len(plan.sites) - 1, Half.PREFIX)
@@ -69,7 +70,8 @@ class _Splitter:
         entry = tensors[self.region.entry]
         first = next(n for n in self.nodes if n.plugin_name == ALL_REDUCE_RMS_NORM)
         *_, tokens_ref, batch_ref, chain_start = (tensors[n] for n in first.inputs if n is not None)
-        self.sizes = half_sizes(self.math, self.region.lookup, tokens_ref, batch_ref)
+        given = None if self.prefix_input is None else tensors[self.prefix_input]
+        self.sizes = half_sizes(self.math, self.region.lookup, tokens_ref, batch_ref, given)
         self.chain_start = chain_start
         prefix_rows, suffix_rows = self._rows(entry, names.rows)
         # Attention left whole waits for both halves: a gate at the entry would wait for itself.

@@ -45,7 +45,7 @@ Launch configuration, 8 bytes::
 Then the source text (UTF-8), then 4 bytes: CRC-32 (IEEE 802.3, as zlib's) of everything before it.
 
 A step that no row covers uses the default rule: mode weave, split_offset 0, launch configuration
-(auto, 16 CTAs, 1024 threads, gemm_sms 0).
+(auto, 8 CTAs, 1024 threads, gemm_sms 0).
 """
 
 from __future__ import annotations
