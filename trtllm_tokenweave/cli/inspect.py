@@ -17,6 +17,7 @@ from trtllm_tokenweave import recorder
 from trtllm_tokenweave.atomic import check_target
 from trtllm_tokenweave.checkpoint import open_checkpoint
 from trtllm_tokenweave.cli.console import make_console
+from trtllm_tokenweave.cli.inspect_engine import is_engine, show_engine
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.llama import NetworkOptions, build_llama
 from trtllm_tokenweave.mapping import Mapping
@@ -32,7 +33,10 @@ DEFAULT_TP_SIZE = 8
 
 
 def inspect_(
-    network: Annotated[Path | None, typer.Argument(metavar="[NETWORK]", help="Recorded network (JSON).")] = None,
+    network: Annotated[
+        Path | None,
+        typer.Argument(metavar="[NETWORK|ENGINE]", help="Recorded network (JSON), or engines: a folder or one."),
+    ] = None,
     preset_: Annotated[str, typer.Option("--preset", help="Model shape, such as llama-3.3-70b.")] = "",
     checkpoint: Annotated[Path | None, typer.Option(help="GGUF file, Hugging Face or TensorRT-LLM folder.")] = None,
     tp: Annotated[int | None, typer.Option(help="tp_size of a model shape or checkpoint; 8 by default.")] = None,
@@ -47,11 +51,20 @@ def inspect_(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Print each fusion site of a network, each candidate refused with its reason, and how steps would be split."""
+    """Print each fusion site of a network, each candidate refused with its reason, and how steps would be split.
+
+    Of an engine that this package has saved: what it was built for, and the tuning table that it carries.
+    """
     if sum(given is not None for given in (network, preset_ or None, checkpoint)) != 1:
         raise UserError("give one of NETWORK, --preset and --checkpoint", where="inspect")
     if output is not None:
         check_target(output)
+    if network is not None and is_engine(network):
+        if output is not None or table is not None:
+            option = "--output" if output is not None else "--table"
+            raise UserError("is for networks", where=option, fix="leave it out")
+        show_engine(network, as_json)
+        return
     started = time.perf_counter()
     if network is not None:
         recorded = recorder.load(network)

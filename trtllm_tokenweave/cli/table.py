@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.model_config import preset as model_preset
 from trtllm_tokenweave.schedule import MAX_NUM_TOKENS
 from trtllm_tokenweave.table import (
     LaunchConfig,
@@ -32,6 +33,9 @@ from trtllm_tokenweave.table import (
     save_table,
 )
 from trtllm_tokenweave.table.files import table_error
+from trtllm_tokenweave.table.measured import Here, check_measured, layer_gemms
+from trtllm_tokenweave.table.shipped import this_machine
+from trtllm_tokenweave.waves import gemm_shapes
 
 app = typer.Typer(no_args_is_help=True, help="Show, compare, join, check and convert tuning tables.")
 
@@ -47,9 +51,7 @@ def show(file: File, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"file": str(file), "sha256": table.sha256, "table": table.model_dump(mode="json")})
         return
-    console = Console()
-    _print_head(console, table, str(file))
-    console.print(_rows_table("rows", table.rows) if table.rows else "no rows: the default rule for every step")
+    print_table(Console(), table, str(file))
 
 
 @app.command()
@@ -125,16 +127,28 @@ def check(
     hidden: Annotated[int | None, typer.Option(help="hidden_size that the table has to be for.")] = None,
     dtype: Annotated[str | None, typer.Option(help="dtype that the table has to be for.")] = None,
     kind: Annotated[str | None, typer.Option(help="Model kind (dense, moe) that the table has to be for.")] = None,
+    preset: Annotated[str, typer.Option(help="Model shape whose GEMMs a measured table has to be for.")] = "",
+    tensorrt: Annotated[str | None, typer.Option(help="TensorRT that it has to be measured with.")] = None,
+    here: Annotated[bool, typer.Option("--here", help="Take GPU and TensorRT from this machine.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check a table, and that it was made for what is asked for. Rows that do nothing are warned of."""
+    """Check a table, and that it was made for what is asked for, with this version. Rows that do nothing are warned of.
+
+    A measured table is refused where it was measured on another GPU, with another TensorRT, another version of this
+    package or for other shapes, as far as these are known.
+    """
     table = load_table(file)
+    if here:
+        machine = this_machine()
+        gpu, tensorrt = gpu or machine.gpu, tensorrt or machine.tensorrt
     given = {"gpu": gpu, "tp_size": tp, "hidden_size": hidden, "dtype": dtype, "model_kind": kind}
     expected = {name: value for name, value in given.items() if value is not None}
     # A value that no table can have is the option's fault, not the table's.
     _key({**table.key.model_dump(), **expected})
     table.check_key(expected, where=str(file))
-    warnings = table.warnings()
+    gemms = None if not preset else layer_gemms(gemm_shapes(model_preset(preset), table.key.tp_size))
+    check_measured(table, Here(gpu, tensorrt, gemms), where=str(file))
+    warnings = table.warnings() + _unknown(table)
     if as_json:
         document = {"ok": True, "file": str(file), "sha256": table.sha256, "checked": sorted(expected)}
         print_json({**document, "warnings": list(warnings)})
@@ -144,6 +158,13 @@ def check(
     for warning in warnings:
         console.print(f"warning: {warning}", markup=False, highlight=False)
     console.print(f"{file}: good, {len(table.rows)} rows{checked}", markup=False, highlight=False)
+
+
+def _unknown(table: TuningTable) -> tuple[str, ...]:
+    """What cannot be checked about a measured table."""
+    if table.source.kind != "measurement" or table.source.measured is not None:
+        return ()
+    return ("it does not say on what it was measured (source.measured), so that cannot be checked",)
 
 
 @app.command("from-paper")
@@ -221,6 +242,12 @@ def _print_written(table: TuningTable, output: Path, notes: tuple[str, ...], as_
     console.print(f"wrote {output}: {len(table.rows)} rows", markup=False, highlight=False)
 
 
+def print_table(console: Console, table: TuningTable, name: str) -> None:
+    """Print a table's head and rows."""
+    _print_head(console, table, name)
+    console.print(_rows_table("rows", table.rows) if table.rows else "no rows: the default rule for every step")
+
+
 def _print_head(console: Console, table: TuningTable, name: str) -> None:
     key = table.key
     lines = [
@@ -228,8 +255,14 @@ def _print_head(console: Console, table: TuningTable, name: str) -> None:
         f"made for gpu {key.gpu}, tp_size {key.tp_size}, hidden_size {key.hidden_size}, {key.dtype}, {key.model_kind}",
         f"granularity {table.granularity}, min_tokens {table.min_tokens}",
         f"source: {table.source.kind}{f', {table.source.text}' if table.source.text else ''}",
-        f"sha256 {table.sha256}",
     ]
+    measured = table.source.measured
+    if measured is not None:
+        lines.append(
+            f"measured on {measured.tp_size} x {measured.gpu} with TensorRT {measured.tensorrt}, trtllm-tokenweave "
+            f"{measured.library}: {measured.layers} layers of {measured.model}, {measured.mode} steps"
+        )
+    lines.append(f"sha256 {table.sha256}")
     console.print("\n".join(lines), markup=False, highlight=False)
 
 

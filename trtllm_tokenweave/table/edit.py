@@ -95,13 +95,15 @@ def merge_tables(tables: Sequence[TuningTable], names: Sequence[str]) -> TuningT
             merged.append(row)
             owners.append(name)
     kind = min((table.source.kind for table in tables), key=_STRENGTH.index)
+    # Rows of several measurements have no common one to be compared with.
+    measured = first.source.measured if all(t.source.measured == first.source.measured for t in tables) else None
     text = "; ".join(dict.fromkeys(table.source.text for table in tables if table.source.text))
     try:
         return TuningTable(
             key=first.key,
             granularity=first.granularity,
             min_tokens=first.min_tokens,
-            source=TableSource(kind=kind, text=text),
+            source=TableSource(kind=kind, text=text, measured=measured),
             rows=tuple(merged),
         )
     except ValidationError as error:  # pragma: no cover - conflicts were refused above

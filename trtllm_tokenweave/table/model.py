@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.schedule import (
@@ -93,13 +102,66 @@ class TableKey(BaseModel):
         return value
 
 
+class MeasuredOn(BaseModel):
+    """What a measurement holds for; `table.measured.check_measured` compares it with what is to be built or run.
+
+    Attributes:
+        gpu: Name of the GPU.
+        sms: Its SMs.
+        cuda_driver: CUDA version of the driver.
+        tensorrt: Version of TensorRT, whose kernels were timed.
+        library: Version of this package.
+        model: Name of the model shape.
+        tp_size: Ranks.
+        layers: Decoder layers of the tuning engine.
+        gemms: (n, k) of the GEMMs of a layer on one rank, by name.
+        gemm: Whose GEMMs the engine has: "trt" or "budget".
+        symmetric: Whether its activations were in symmetric memory.
+        mode: "eager" steps or "graph".
+        max_num_tokens: Most tokens of a step of its profile.
+        opt_num_tokens: Tokens that the profile was optimised for.
+        profiles_sha256: Of the ranges of its inputs.
+        timing_cache_sha256: Of rank 0's timing cache after the build.
+        date: Day of the measurement, ISO 8601.
+    """
+
+    model_config = _FROZEN
+
+    gpu: Annotated[str, Field(min_length=1)]
+    sms: Annotated[int, Field(ge=1)]
+    cuda_driver: str
+    tensorrt: str
+    library: str
+    model: str
+    tp_size: Annotated[int, Field(ge=1)]
+    layers: Annotated[int, Field(ge=1)]
+    gemms: dict[str, Annotated[tuple[int, int], Field(strict=False)]]
+    gemm: Literal["trt", "budget"] = "trt"
+    symmetric: bool = True
+    mode: Literal["eager", "graph"] = "eager"
+    max_num_tokens: Annotated[int, Field(ge=1)]
+    opt_num_tokens: Annotated[int, Field(ge=1)]
+    profiles_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    timing_cache_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    date: str
+
+
 class TableSource(BaseModel):
-    """Where the numbers come from: a rule ("default"), what a machine can run ("capability"), or a "measurement"."""
+    """Where the numbers come from: a rule ("default"), what a machine can run ("capability"), or a "measurement".
+
+    ``measured`` says what a measurement holds for; it is left out of the file where there is none.
+    """
 
     model_config = _FROZEN
 
     kind: SourceKind = "default"
     text: str = ""
+    measured: MeasuredOn | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_nothing(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class TableRow(BaseModel):
@@ -175,6 +237,11 @@ class TuningTable(BaseModel):
     def default_launch(self) -> LaunchConfig:
         """Launch configuration of steps that no row covers."""
         return LaunchConfig()
+
+    @property
+    def gemm(self) -> Literal["trt", "budget"]:
+        """Whose GEMMs run beside collectives: those that were measured, else ours, which keep off their SMs."""
+        return "budget" if self.source.measured is None else self.source.measured.gemm
 
     @property
     def sha256(self) -> str:

@@ -1,0 +1,87 @@
+"""`inspect ENGINE`: what a saved engine was built for, and the table that it carries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from support.fake_gpu import FakeEngine, FakeRuntime
+from support.stack import Stack, options, table
+
+from trtllm_tokenweave import recorder
+from trtllm_tokenweave.builder import Plan
+from trtllm_tokenweave.cli.app import main
+from trtllm_tokenweave.device import current_gpu
+from trtllm_tokenweave.engine import config_file, save_engine
+from trtllm_tokenweave.inspection import BuildReport
+from trtllm_tokenweave.manifest import tensor_specs
+from trtllm_tokenweave.passes import weave
+from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow
+
+ROW = TableRow(tokens=Bucket(lo=17, hi=32), mode="weave", split_offset=8, mlp=LaunchConfig(ctas=6))
+
+
+@pytest.fixture
+def engine(trt: ModuleType, cuda: FakeRuntime, tmp_path: Path) -> Path:
+    folder = tmp_path / "engine"
+    for rank in range(2):
+        result = weave(Stack(rank=rank).build(), options(2, rank, table=table(2, rows=(ROW,))))
+        specs = tensor_specs(FakeEngine(cuda))
+        plan = Plan(memoryview(f"plan {rank}".encode()), result, BuildReport(), specs, current_gpu())
+        save_engine(plan, folder, model={"num_layers": 2})
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
+    code = main(["inspect", *map(str, words)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_folder_shows_its_table(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, engine)
+    assert code == 0
+    text = " ".join(out.split())
+    for part in ("weave, tp_size 2", "Test GPU", "TensorRT 10.6.0", "rank 1:", "17..32", "auto 6x1024", "min_tokens 1"):
+        assert part in text, part
+
+
+@pytest.mark.parametrize("name", ["rank1.engine", "rank1.json"])
+def test_one_engine_of_a_folder(engine: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    code, out, _ = run(capsys, engine / name, "--json")
+    assert code == 0
+    document: dict[str, Any] = json.loads(out)
+    assert [m["rank"] for m in document["manifests"]] == [1]
+    assert document["table"]["rows"][0]["split_offset"] == 8
+    assert document["table"]["sha256"] == table(2, rows=(ROW,)).sha256
+    assert document["model"] == {"num_layers": 2}
+
+
+def test_a_table_that_is_not_the_engines_is_refused(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config_file(engine)
+    data = json.loads(path.read_text())
+    data["table"]["rows"] = []
+    path.write_text(json.dumps(data))
+    code, out, err = run(capsys, engine)
+    assert (code, out) == (2, "")
+    assert "table_sha256" in err
+
+
+@pytest.mark.parametrize("name", ["config.json", "rank1.json"])
+def test_a_missing_file_is_named(engine: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (engine / name).unlink()
+    code, _, err = run(capsys, engine)
+    assert code == 2
+    assert name in err
+
+
+def test_what_is_no_engine_is_refused(engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.engine").write_text("")
+    for words in ((tmp_path,), (tmp_path / "x.engine",), (engine, "--output", tmp_path / "o.json")):
+        assert run(capsys, *words)[0] == 2
+    # A recorded network may have any name.
+    recorder.save(Stack().build(), tmp_path / "rank0.json")
+    assert run(capsys, tmp_path / "rank0.json")[0] == 0

@@ -1,0 +1,222 @@
+"""What a measured table holds for, the tables that come with the package, and which is taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from support.tuning import CONFIG, SHAPES, measured
+from typer.testing import CliRunner, Result
+
+from trtllm_tokenweave.cli.plan import plan
+from trtllm_tokenweave.cli.table import app as table_app
+from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.table import (
+    Bucket,
+    LaunchConfig,
+    TableRow,
+    TableSource,
+    TuningTable,
+    load_table,
+    merge_tables,
+    parse_table,
+    save_table,
+)
+from trtllm_tokenweave.table.measured import Here, check_measured, differences, layer_gemms
+from trtllm_tokenweave.table.shipped import choose_table, shipped_folder, shipped_tables
+from trtllm_tokenweave.waves import default_table, table_key
+
+H200 = "NVIDIA H200"
+app = typer.Typer()
+app.add_typer(table_app, name="table")
+app.command()(plan)
+
+
+def made(lo: int = 1025, hi: int | None = 2048, **fields: Any) -> TuningTable:
+    launch = LaunchConfig(ctas=8)
+    row = TableRow(tokens=Bucket(lo=lo, hi=hi), mode="weave", split_offset=128, attention=launch, mlp=launch)
+    source = TableSource(kind="measurement", text="a test", measured=measured(**fields))
+    return TuningTable(key=table_key(CONFIG, 2, gpu=H200), source=source, rows=(row,))
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refusal(*arguments: str | Path) -> UserError:
+    result = run(*arguments)
+    assert isinstance(result.exception, UserError), result.output
+    return result.exception
+
+
+# ---- the file
+
+
+def test_a_table_says_on_what_it_was_measured(tmp_path: Path) -> None:
+    table = made()
+    save_table(table, tmp_path / "t.json")
+    assert load_table(tmp_path / "t.json") == table
+    # A table that was not measured says nothing, and its file and hash are what they were.
+    rule = default_table(CONFIG, 2)
+    assert set(rule.model_dump(mode="json")["source"]) == {"kind", "text"}
+    assert rule.sha256 != table.sha256
+    # Engines carry what plugins need.
+    assert TuningTable.unpack(table.pack()).source == TableSource(kind="measurement", text="a test")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("gpu", ""), ("sms", 0), ("profiles_sha256", "x"), ("mode", "fast"), ("nonsense", 1)]
+)
+def test_a_wrong_field_is_named(field: str, value: Any) -> None:
+    data = json.loads(made().model_dump_json())
+    data["source"]["measured"][field] = value
+    with pytest.raises(UserError) as raised:
+        parse_table(json.dumps(data))
+    assert f"source.measured.{field}" in raised.value.where
+
+
+def test_joined_tables_keep_what_is_common() -> None:
+    assert merge_tables([made(), made(2049, 4096)], ["a", "b"]).source.measured == measured()
+    joined = merge_tables([made(), made(2049, 4096, tensorrt="10.7.0")], ["a", "b"])
+    assert joined.source.measured is None
+    assert joined.source.kind == "measurement"
+
+
+# ---- stale and foreign
+
+
+def test_nothing_speaks_against_a_table_of_this_machine() -> None:
+    assert differences(measured(), Here(H200, "10.6.0", layer_gemms(SHAPES))) == []
+    assert differences(measured(), Here()) == []
+    check_measured(made(), Here(H200, "10.6.0", layer_gemms(SHAPES)))
+    check_measured(default_table(CONFIG, 2), Here("Other GPU", "1.0", {}, "0.0"))
+
+
+def test_all_that_differs_is_named() -> None:
+    here = Here("NVIDIA H100", "10.7.0", {"attention.qkv": (1, 8192)}, "9.9")
+    with pytest.raises(UserError) as raised:
+        check_measured(made(), here, where="t.json")
+    for part in (
+        "gpu NVIDIA H200, but NVIDIA H100 is here",
+        "tensorrt 10.6.0, but 10.7.0 is here",
+        "library 0.1.0, but 9.9 is here",
+        "attention.qkv [M, 8192] x [8192, 5120], but [M, 8192] x [8192, 1] is needed",
+        "mlp.proj [M, 14336] x [14336, 8192], but nothing is needed",
+    ):
+        assert part in raised.value.what
+    assert raised.value.where == "t.json"
+    assert "tune" in raised.value.fix
+
+
+def test_a_table_that_contradicts_itself_is_refused() -> None:
+    with pytest.raises(UserError, match="tp_size 4, but made for 2"):
+        check_measured(made(tp_size=4), Here())
+
+
+def test_check_refuses_stale_and_foreign_tables(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    save_table(made(), path)
+    good = ("--gpu", H200, "--tensorrt", "10.6.0", "--preset", "llama-3.3-70b")
+    assert run("table", "check", path, *good).exit_code == 0
+    assert "tensorrt 10.6.0, but 10.7.0" in refusal("table", "check", path, "--tensorrt", "10.7.0").what
+    assert "mlp.fc+gate" in refusal("table", "check", path, "--preset", "qwen2.5-72b").what
+    assert "gpu" in refusal("table", "check", path, "--gpu", "NVIDIA H100").where
+    save_table(made(library="0.0.1"), path)
+    assert "library 0.0.1" in refusal("table", "check", path).what
+
+
+def test_check_warns_where_a_measurement_cannot_be_checked(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    save_table(made().model_copy(update={"source": TableSource(kind="measurement", text="by hand")}), path)
+    document = json.loads(run("table", "check", path, "--json").stdout)
+    assert "does not say on what it was measured" in document["warnings"][0]
+
+
+def test_check_here_asks_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.json"
+    save_table(made(), path)
+    monkeypatch.setattr("trtllm_tokenweave.cli.table.this_machine", lambda: Here(H200, "10.8.0"))
+    assert "10.8.0 is here" in refusal("table", "check", path, "--here").what
+
+
+def test_show_prints_on_what_a_table_was_measured(tmp_path: Path) -> None:
+    save_table(made(), tmp_path / "t.json")
+    text = " ".join(run("table", "show", tmp_path / "t.json").stdout.split())
+    assert "measured on 2 x NVIDIA H200 with TensorRT 10.6.0" in text
+
+
+# ---- shipped tables
+
+
+def test_shipped_tables_are_whole_and_were_measured() -> None:
+    assert shipped_folder().is_dir()
+    for path, table in shipped_tables().items():
+        assert table.source.kind == "measurement", path
+        assert table.source.measured is not None, path
+        assert table.warnings() == (), path
+        beside = json.loads((path.parent / f"{path.stem}.measurements.json").read_text())
+        assert beside["table_sha256"] == table.sha256, path
+
+
+def folder(tmp_path: Path, **fields: Any) -> Path:
+    save_table(made(**fields), tmp_path / "llama.json")
+    (tmp_path / "llama.measurements.json").write_text("{}")
+    (tmp_path / "other.partial.json").write_text("{}")
+    return tmp_path
+
+
+def test_a_shipped_table_is_taken_for_its_gpu_and_shapes(tmp_path: Path) -> None:
+    chosen = choose_table(CONFIG, 2, Here(H200, "10.6.0"), folder=folder(tmp_path))
+    assert chosen.table == made()
+    assert chosen.file == tmp_path / "llama.json"
+    assert "llama.json" in chosen.said
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "here", "said"),
+    [
+        (8, Here(H200), "none was measured for NVIDIA H200, tp_size 8"),
+        (2, Here("NVIDIA H100"), "none was measured for NVIDIA H100"),
+        (2, Here(), "an unknown GPU"),
+        (2, Here(H200, "10.7.0"), "llama.json: measured with tensorrt 10.6.0, but 10.7.0 is here"),
+        (2, Here(H200, library="2.0"), "llama.json: measured with library 0.1.0, but 2.0 is here"),
+    ],
+)
+def test_the_default_rule_is_taken_where_none_fits_and_says_why(
+    tmp_path: Path, tp_size: int, here: Here, said: str
+) -> None:
+    chosen = choose_table(CONFIG, tp_size, here, folder=folder(tmp_path))
+    assert chosen.table == default_table(CONFIG, tp_size)
+    assert chosen.file is None
+    assert said in chosen.said
+    assert "default rule" in chosen.said
+
+
+def test_other_shapes_of_the_same_key_are_not_enough(tmp_path: Path) -> None:
+    folder(tmp_path)
+    other = CONFIG.model_copy(update={"intermediate_size": 2 * CONFIG.intermediate_size})
+    assert table_key(other, 2, gpu=H200) == made().key
+    assert choose_table(other, 2, Here(H200), folder=tmp_path).file is None
+
+
+def test_a_given_table_is_checked(tmp_path: Path) -> None:
+    path = folder(tmp_path) / "llama.json"
+    assert choose_table(CONFIG, 2, Here(H200), given=path).file == path
+    with pytest.raises(UserError, match="tp_size"):
+        choose_table(CONFIG, 4, Here(H200), given=path)
+    with pytest.raises(UserError, match=r"tensorrt 10\.6\.0"):
+        choose_table(CONFIG, 2, Here(H200, "10.9.0"), given=path)
+
+
+def test_plan_says_which_table_it_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("trtllm_tokenweave.table.shipped.shipped_folder", lambda: folder(tmp_path))
+    words = ("plan", "--preset", "llama-3.3-70b", "--tp", "2", "--tokens", "2048")
+    assert "default rule" in " ".join(run(*words).stdout.split())
+    text = " ".join(run(*words, "--gpu", H200).stdout.split())
+    assert "llama.json, which comes with this package" in text
+    assert "1152+896" in text
+    text = " ".join(run(*words, "--gpu", "NVIDIA H100").stdout.split())
+    assert "no table fits (none was measured for NVIDIA H100" in text

@@ -1,0 +1,323 @@
+"""The tuner with an injected runner and clock: what it chooses, what it refuses, and that it comes to an end."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support.tuning import COUNTS, SPACE, Clock, FakeRunner, bowl, run_on_ranks, run_tuner
+
+from trtllm_tokenweave.comm import CommError
+from trtllm_tokenweave.errors import TokenWeaveError, UserError
+from trtllm_tokenweave.tune.candidates import Candidate
+from trtllm_tokenweave.tune.store import Record, load_record, partial_file
+from trtllm_tokenweave.tune.tuner import measurements
+
+
+def losing(num_tokens: int, candidate: Candidate) -> float:
+    """Every split takes at least 1 % longer than fuse-only."""
+    return bowl(num_tokens, candidate, gain=-0.01)
+
+
+def best(num_tokens: int) -> float:
+    return min(bowl(num_tokens, c) for c in SPACE.everything(num_tokens, 64))
+
+
+def test_the_search_finds_the_best_without_trying_everything() -> None:
+    runner = FakeRunner(bowl)
+    tuned = run_tuner(runner)
+    for choice in tuned.choices:
+        # CTAs of each kind are free, so it may be better than all candidates with equal ones.
+        assert bowl(choice.num_tokens, choice.candidate) <= best(choice.num_tokens)
+        if choice.num_tokens > 1024:
+            assert (choice.candidate.offset, choice.candidate.attention.ctas, choice.candidate.mlp.ctas) == (
+                320,
+                12,
+                16,
+            )
+    tried = {name for n, name in runner.sampled if n == 4096}
+    assert len(tried) < 0.5 * len(SPACE.launches) * len(SPACE.offsets(4096, 64)) ** 0.5
+    assert tuned.table.min_tokens == 1024
+    assert [(row.tokens.lo, row.tokens.hi) for row in tuned.table.rows] == [(769, 1024), (1025, 2048), (2049, 4096)]
+    assert [row.split_offset for row in tuned.table.rows] == [c.candidate.offset for c in tuned.choices]
+
+
+def test_the_table_does_what_was_chosen() -> None:
+    tuned = run_tuner(FakeRunner(bowl))
+    for choice in tuned.choices:
+        plan = tuned.table.lookup(1, choice.num_tokens)
+        assert Candidate.of_plan(plan, tuned.table.granularity) == choice.candidate
+        assert Candidate.of_plan(tuned.table.unpack(tuned.table.pack()).lookup(1, choice.num_tokens), 256) == (
+            choice.candidate
+        )
+    assert tuned.table.lookup(1, 1023).suffix == 0
+
+
+def test_two_runs_give_the_same_table() -> None:
+    first, second = (run_tuner(FakeRunner(bowl, noise=0.004, seed=5)) for _ in range(2))
+    assert first.table == second.table
+    # Other noise may choose otherwise where it does not matter.
+    third = run_tuner(FakeRunner(bowl, noise=0.004, seed=6))
+    for a, b in zip(first.choices, third.choices, strict=True):
+        assert bowl(a.num_tokens, a.candidate) == pytest.approx(bowl(b.num_tokens, b.candidate), rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_noise_never_picks_a_losing_split(seed: int) -> None:
+    tuned = run_tuner(FakeRunner(losing, noise=0.02, seed=seed))
+    assert [choice.candidate.offset for choice in tuned.choices] == [None] * 3
+    assert {row.mode for row in tuned.table.rows} == {"fuse"}
+
+
+def test_a_gain_within_the_noise_is_not_used_and_one_beyond_it_is() -> None:
+    for gain, used in ((0.001, False), (0.05, True)):
+        tuned = run_tuner(FakeRunner(partial(bowl, gain=gain), noise=0.003, seed=1), counts=(4096,))
+        assert (tuned.choices[0].candidate.offset is not None) is used
+        assert tuned.choices[0].best_split is not None
+
+
+def test_fuse_only_gets_ctas_of_its_own() -> None:
+    tuned = run_tuner(FakeRunner(losing))
+    assert {(row.attention.ctas, row.mlp.ctas) for row in tuned.table.rows} == {(96, 96)}
+
+
+def test_exhaustive_measures_everything() -> None:
+    runner = FakeRunner(bowl)
+    tuned = run_tuner(runner, counts=(2048,), exhaustive=True)
+    assert {str(c) for c in SPACE.everything(2048)} <= {name for _, name in runner.sampled}
+    assert tuned.choices[0].candidate.offset is not None
+
+
+# ---- right results only
+
+
+@pytest.mark.parametrize("error", [0.5, float("nan"), float("inf")])
+def test_wrong_results_are_rejected_and_never_timed(error: float) -> None:
+    winner = str(run_tuner(FakeRunner(bowl), counts=(4096,)).choices[0].candidate)
+    runner = FakeRunner(bowl, wrong={winner: error})
+    tuned = run_tuner(runner, counts=(4096,))
+    assert str(tuned.choices[0].candidate) != winner
+    assert (4096, winner) not in runner.sampled
+    rows = {row["name"]: row for row in measurements(tuned.run, tuned.choices)[0]["candidates"]}
+    assert "rejected" in rows[winner]
+    assert "median_ms" not in rows[winner]
+
+
+def test_what_is_wrong_in_a_row_that_was_left_out_is_not_chosen() -> None:
+    winner = str(run_tuner(FakeRunner(bowl), counts=(4096,)).choices[0].candidate)
+    tuned = run_tuner(FakeRunner(bowl, wrong={f"whole {winner}": 0.5}), counts=(4096,))
+    assert str(tuned.choices[0].candidate) != winner
+    assert tuned.choices[0].candidate.offset is not None
+
+
+def test_where_no_split_is_right_steps_are_fused_only() -> None:
+    class AllWrong(FakeRunner):
+        def error(self, num_tokens: int, candidate: Candidate, *, whole: bool = False) -> float:
+            super().error(num_tokens, candidate, whole=whole)
+            return 0.0 if candidate.offset is None else 1.0
+
+    tuned = run_tuner(AllWrong(bowl))
+    assert {row.mode for row in tuned.table.rows} == {"fuse"}
+    assert [choice.best_split for choice in tuned.choices] == [None] * 3
+
+
+def test_a_time_that_is_none_is_an_error() -> None:
+    with pytest.raises(TokenWeaveError, match=r"took 0\.0 ms"):
+        run_tuner(FakeRunner(lambda _n, _c: 0.0))
+
+
+# ---- going on
+
+
+class KilledError(Exception):
+    """Stands for a signal."""
+
+
+def kill_at(count: int, number: int) -> None:
+    if number >= count:
+        raise KilledError
+
+
+def test_a_run_that_was_killed_loses_nothing_and_measures_nothing_again(tmp_path: Path) -> None:
+    whole = FakeRunner(bowl)
+    expected = run_tuner(whole)
+    file = partial_file(tmp_path / "table.json")
+    for half in (len(whole.sampled) // 3, len(whole.sampled) // 2, len(whole.sampled) - 1):
+        clock = Clock()
+        first = FakeRunner(bowl, clock, fails=partial(kill_at, half))
+        record = Record(key={"gpu": "x"})
+        with pytest.raises(TokenWeaveError):
+            run_tuner(first, record=record, file=file)
+        loaded = load_record(file, {"gpu": "x"})
+        assert loaded is not None
+        kept = sum(len(m.ms) for b in loaded.buckets.values() for m in b.candidates.values())
+        # Written every two seconds: what is lost is less than that took.
+        assert half - 60 <= kept <= half
+        second = FakeRunner(bowl, Clock(1000.0))
+        again = run_tuner(second, record=loaded, file=file)
+        assert again.table == expected.table
+        assert kept + len(second.sampled) == len(whole.sampled)
+        assert again.run.elapsed() == pytest.approx(expected.run.elapsed(), rel=0.1)
+
+
+def test_a_finished_record_needs_no_more_samples(tmp_path: Path) -> None:
+    file = tmp_path / "t.partial.json"
+    expected = run_tuner(FakeRunner(bowl, noise=0.01), file=file)
+    loaded = load_record(file, {})
+    runner = FakeRunner(bowl)
+    assert run_tuner(runner, record=loaded).table == expected.table
+    assert runner.sampled == []
+
+
+@pytest.mark.parametrize("budget", [8.0, 20.0])
+def test_what_an_earlier_run_found_in_its_time_is_not_searched_again_without_time(
+    tmp_path: Path, budget: float
+) -> None:
+    """The run that goes on begins after its budget: counts that were done stay as they were chosen."""
+    file = tmp_path / "t.partial.json"
+    first = FakeRunner(bowl, noise=0.01)
+    expected = run_tuner(first, file=file, budget_seconds=budget)
+    answers = [answer for bucket in expected.run.record.buckets.values() for answer in bucket.answers]
+    assert True in answers
+    loaded = load_record(file, {})
+    assert loaded is not None
+    del loaded.buckets[COUNTS[0]]
+    second = FakeRunner(bowl, Clock(1000.0), noise=0.01)
+    again = run_tuner(second, record=loaded, budget_seconds=budget)
+    assert again.choices[1:] == expected.choices[1:]
+    assert {n for n, _ in second.sampled} == {COUNTS[0]}
+
+
+def test_samples_of_another_key_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "t.partial.json"
+    run_tuner(FakeRunner(bowl), record=Record(key={"gpu": "NVIDIA H200", "layers": 2}), file=file)
+    assert load_record(file, {"gpu": "NVIDIA H200", "layers": 2}) is not None
+    for key, what in (({"gpu": "NVIDIA H100", "layers": 2}, "gpu NVIDIA H200"), ({"gpu": "NVIDIA H200"}, "layers 2")):
+        with pytest.raises(UserError) as raised:
+            load_record(file, key)
+        assert what in raised.value.what
+        assert raised.value.where == str(file)
+        assert "--restart" in raised.value.fix
+
+
+def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "t.partial.json"
+    assert load_record(file, {}) is None
+    for text in ("{", "[]", '{"key": {}, "buckets": {"a": 1}}', '{"format_version": 2, "key": {}}'):
+        file.write_text(text)
+        with pytest.raises(UserError) as raised:
+            load_record(file, {})
+        assert raised.value.where.startswith(str(file))
+
+
+# ---- time
+
+
+def test_the_budget_bounds_the_search_and_every_count_gets_its_least() -> None:
+    free = FakeRunner(bowl, noise=0.01)
+    run_tuner(free, budget_seconds=1e6)
+    for budget in (1.0, 8.0, 20.0):
+        runner = FakeRunner(bowl, noise=0.01)
+        tuned = run_tuner(runner, budget_seconds=budget)
+        assert len(tuned.choices) == len(COUNTS)
+        assert len(runner.sampled) <= len(free.sampled)
+        if budget >= 20:
+            assert runner.clock() <= 1.2 * budget
+        # Seeds twice, five finalists eight times.
+        least = {n: sum(1 for m, _ in runner.sampled if m == n) for n in COUNTS}
+        assert all(count >= 20 for count in least.values())
+    short, long = FakeRunner(bowl, noise=0.01), FakeRunner(bowl, noise=0.01)
+    run_tuner(short, budget_seconds=1.0)
+    run_tuner(long, budget_seconds=30.0)
+    assert len(short.sampled) < len(long.sampled)
+
+
+def test_progress_says_how_much_is_left() -> None:
+    said: list[str] = []
+    run_tuner(FakeRunner(bowl), say=said.append)
+    assert [line.split("  ")[0] for line in said] == ["1/3", "2/3", "3/3"]
+    assert "4096 tokens: +320 12/16, best split 0.9" in said[0]
+    assert said[-1].endswith("about 0 s left")
+
+
+# ---- ranks
+
+
+def test_all_ranks_use_the_slowest_ranks_time_and_one_clock() -> None:
+    """Rank 1 is slower with few CTAs, and its clock runs ten times as fast: both choose alike all the same."""
+
+    def slower(num_tokens: int, candidate: Candidate) -> float:
+        few = candidate.offset is not None and min(candidate.attention.ctas, candidate.mlp.ctas) < 20
+        return bowl(num_tokens, candidate) * (1.2 if few else 1.0)
+
+    class FastClock(Clock):
+        def __call__(self) -> float:
+            return 7.0 + 10 * self.now
+
+    runners = [FakeRunner(bowl, seed=1, noise=0.002), FakeRunner(slower, FastClock(), seed=2, noise=0.002)]
+    first, second = run_on_ranks(runners, budget_seconds=25.0)
+    assert first.table == second.table
+    assert first.run.record == second.run.record
+    assert runners[0].sampled == runners[1].sampled
+    for choice in first.choices:
+        assert min(choice.candidate.attention.ctas, choice.candidate.mlp.ctas) >= 20
+    median = statistics.median(first.run.record.buckets[4096].candidates[str(SPACE.fuse())].ms)
+    assert median == pytest.approx(4096 / 320, rel=0.02)
+
+
+def test_a_result_that_is_wrong_on_one_rank_is_rejected_on_all() -> None:
+    winner = str(run_tuner(FakeRunner(bowl), counts=(4096,)).choices[0].candidate)
+    runners = [FakeRunner(bowl), FakeRunner(bowl, wrong={winner: 0.5})]
+    for tuned in run_on_ranks(runners, counts=(4096,)):
+        assert str(tuned.choices[0].candidate) != winner
+
+
+def test_fuse_only_that_does_not_repeat_itself_is_an_error() -> None:
+    every = {str(SPACE.fuse(n)): 0.5 for n in SPACE.alone}
+    for wrong in (every, {f"whole {name}": error for name, error in every.items()}):
+        with pytest.raises(TokenWeaveError, match="no fuse-only step of 2048 tokens gives the same result twice"):
+            run_tuner(FakeRunner(partial(bowl, gain=-0.1), wrong=wrong), counts=(2048,))
+
+
+def test_a_rank_that_fails_stops_all_with_its_error() -> None:
+    def die(number: int) -> None:
+        if number == 9:
+            raise TokenWeaveError("the GPU fell off the bus")
+
+    runners = [FakeRunner(bowl), FakeRunner(bowl, fails=die)]
+    with pytest.raises(TokenWeaveError, match="rank 1: the GPU fell off the bus"):
+        run_on_ranks(runners)
+    assert len(runners[0].sampled) <= 10
+
+
+def test_a_rank_that_is_gone_stops_the_others() -> None:
+    def leave(number: int) -> None:
+        if number == 9:
+            raise SystemExit
+
+    with pytest.raises((SystemExit, CommError)):
+        run_on_ranks([FakeRunner(bowl), FakeRunner(bowl, fails=leave)])
+
+
+# ---- what is written down
+
+
+def test_measurements_have_median_and_spread_of_every_candidate() -> None:
+    tuned = run_tuner(FakeRunner(bowl, noise=0.01), counts=(2048,))
+    (bucket,) = measurements(tuned.run, tuned.choices)
+    assert bucket["num_tokens"] == 2048
+    assert bucket["chosen"] == str(tuned.choices[0].candidate)
+    low, middle, high = bucket["split_over_fuse"]
+    assert low <= middle <= high < 1
+    for row in bucket["candidates"]:
+        first, third = row["quartiles_ms"]
+        assert first <= row["median_ms"] <= third
+        assert row["samples"] >= 2
+
+
+@pytest.mark.parametrize("counts", [(), (1000,), (2048, 1024), (1024, 1024)])
+def test_counts_that_no_table_can_have_are_refused(counts: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match="token counts"):
+        run_tuner(FakeRunner(bowl), counts=counts)

@@ -1,0 +1,59 @@
+"""`trtllm-tokenweave inspect ENGINE`: what saved engines were built for, and the tuning table that they carry."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from trtllm_tokenweave.cli.console import make_console
+from trtllm_tokenweave.cli.table import print_json, print_table
+from trtllm_tokenweave.errors import UserError
+
+
+def is_engine(path: Path) -> bool:
+    """Whether a path is a folder, one rank's engine in a folder, or its manifest."""
+    if path.is_dir() or path.suffix == ".engine":
+        return True
+    return _rank(path) is not None and path.with_suffix(".engine").exists()
+
+
+def _rank(path: Path) -> int | None:
+    found = re.fullmatch(r"rank(\d+)\.(engine|json)", path.name)
+    return int(found.group(1)) if found else None
+
+
+def show_engine(path: Path, as_json: bool) -> None:
+    """Print a folder's engines, or one of them; the plans themselves are not read, and no GPU is needed.
+
+    Raises:
+        UserError: a file is missing, damaged, or does not belong to the others.
+    """
+    from trtllm_tokenweave.engine import EngineConfig, config_file, manifest_file
+    from trtllm_tokenweave.manifest import Manifest, check_manifest, check_ranks, read_file, sha256
+
+    folder = path if path.is_dir() else path.parent
+    rank = None if path.is_dir() else _rank(path)
+    if rank is None and not path.is_dir():
+        raise UserError("is not named rank0.engine", where=str(path), fix="give the engine's folder")
+    config = read_file(config_file(folder), EngineConfig)
+    ranks = range(config.tp_size) if rank is None else (rank,)
+    manifests = [read_file(manifest_file(folder, r), Manifest) for r in ranks]
+    check_ranks([manifest.shared() for manifest in manifests], str(folder))
+    packed = sha256(config.table.pack())
+    for manifest in manifests:
+        check_manifest(manifest, {"table_sha256": packed}, str(manifest_file(folder, manifest.rank)))
+    if as_json:
+        shown = [manifest.model_dump(mode="json") for manifest in manifests]
+        table = {"sha256": config.table.sha256, **config.table.model_dump(mode="json")}
+        print_json({"engine": str(path), "model": config.model, "manifests": shown, "table": table})
+        return
+    console = make_console()
+    first = manifests[0]
+    lines = [
+        f"{path}: {first.mode}, tp_size {first.tp_size}, {first.dtype}",
+        f"built on {first.gpu} (compute capability {first.compute_capability}, CUDA driver {first.cuda_driver}) with "
+        f"TensorRT {first.tensorrt}, trtllm-tokenweave {first.library}",
+        *(f"rank {m.rank}: {m.plan_bytes / 2**20:.1f} MiB, sha256 {m.plan_sha256}" for m in manifests),
+    ]
+    console.print("\n".join(lines), markup=False, highlight=False)
+    print_table(console, config.table, "tuning table")
