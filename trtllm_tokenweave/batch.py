@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trtllm_tokenweave.batch_split import CONTEXT, GENERATION
 from trtllm_tokenweave.errors import UserError
-from trtllm_tokenweave.kv_cache import BlockManager, KvCachePool, pool_mapping
+from trtllm_tokenweave.kv_cache import BlockManager, CachePool, pool_mapping
 
 Array = NDArray[Any]
 
@@ -67,7 +67,7 @@ class SequenceStep:
 class StepLayout:
     """Sizes of an engine that its inputs follow; ``pool`` is the rank's, ``blocks`` shared by all ranks."""
 
-    pool: KvCachePool
+    pool: CachePool
     blocks: BlockManager
     max_seq_len: int
     tp_size: int = 1

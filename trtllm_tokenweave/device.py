@@ -6,6 +6,7 @@ it is first needed.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import weakref
 from dataclasses import dataclass
@@ -183,6 +184,35 @@ class DeviceArray:
             call("cudaMemcpy", array.ctypes.data, self.address, self.num_bytes, kind)
         return array
 
+    def write(self, array: Array, stream: Stream) -> None:
+        """Overwrite the first elements with those of ``array``, as work of ``stream``; keep the array until it is done.
+
+        Raises:
+            UserError: they are more, of another dtype, or not in one piece.
+        """
+        if array.nbytes > self.num_bytes or array.dtype != self.dtype or not array.flags.c_contiguous:
+            what = f"got {array.dtype} {array.shape} for a device array of {self.dtype} {self.shape}"
+            raise UserError(what, where="copy to the device")
+        if array.nbytes:
+            kind = cudart().cudaMemcpyKind.cudaMemcpyHostToDevice
+            call("cudaMemcpyAsync", self.address, array.ctypes.data, array.nbytes, kind, stream.handle)
+
+    def read(self, target: PinnedArray, shape: tuple[int, ...], stream: Stream) -> Array:
+        """Copy the first elements to the host, as work of ``stream``; wait for that before reading the result.
+
+        Args:
+            target: At least as large, of the same dtype.
+            shape: Of the elements.
+            stream: Where to queue the copy.
+
+        Returns:
+            A window of ``target``.
+        """
+        window = target.array.reshape(-1)[: math.prod(shape)].reshape(shape)
+        kind = cudart().cudaMemcpyKind.cudaMemcpyDeviceToHost
+        call("cudaMemcpyAsync", target.address, self.address, window.nbytes, kind, stream.handle)
+        return window
+
     def fill(self, byte: int) -> None:
         """Set every byte; done when this returns."""
         call("cudaMemset", self.address, byte, self.num_bytes)
@@ -191,6 +221,24 @@ class DeviceArray:
     def free(self) -> None:
         """Give the memory back; a second time does nothing."""
         self._memory.free()
+
+
+class PinnedArray:
+    """An array in page-locked host memory, which copies reach at the full speed of the link; given back with it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+        wanted = np.dtype(dtype)
+        num_bytes = max(math.prod(shape) * wanted.itemsize, 1)
+        self.address = int(call("cudaMallocHost", num_bytes))
+        self._finalizer = weakref.finalize(self, cudart().cudaFreeHost, self.address)
+        self._finalizer.atexit = False
+        raw = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(self.address))
+        self.array: Array = raw[: math.prod(shape) * wanted.itemsize].view(wanted).reshape(shape)
+
+    def free(self) -> None:
+        """Give the memory back; a second time does nothing."""
+        if self._finalizer.detach() is not None:
+            call("cudaFreeHost", self.address)
 
 
 def _finish() -> None:

@@ -90,10 +90,10 @@ class EngineContext:
         #: Keeps the memory that TensorRT has addresses of; None while these are not set, or only in part.
         self._bound: tuple[Binding, ...] | None = None
         self._stream: Stream | None = None
-        self.num_bytes = max(int(engine.tensorrt_engine.device_memory_size_v2), 1)
-        self.symmetric = symmetric and self._same_on_all_ranks()
         # First all contexts: a rank that cannot make its own must not leave the others waiting for memory.
         self._context: Any = on_all_ranks(engine.comm, "execution contexts", self._create)
+        self.num_bytes = max(self._activation_bytes(), 1)
+        self.symmetric = symmetric and self._same_on_all_ranks()
         self.address = on_all_ranks(engine.comm, "activations", self._allocate)
         self._context.set_device_memory(self.address, self.num_bytes)
 
@@ -117,10 +117,17 @@ class EngineContext:
                 raise attempt.error(f"TensorRT does not take profile {self.profile}")
         return context
 
+    def _activation_bytes(self) -> int:
+        """What the profile needs: one for few tokens needs a fraction of what the largest does."""
+        engine = self.engine.tensorrt_engine
+        if engine.num_optimization_profiles == 1:
+            return int(engine.device_memory_size_v2)
+        return int(engine.get_device_memory_size_for_profile_v2(self.profile))
+
     def _same_on_all_ranks(self) -> bool:
         """Whether the ranks' engines need as many bytes: else their tensors do not lie at the same offsets.
 
-        Ranks whose tensors lie elsewhere all the same get an error from their first collective.
+        Ranks whose tensors lie elsewhere all the same copy them: the plugins find out.
         """
         sizes = gather_json(self.engine.comm, "size of symmetric activations", self.num_bytes)
         if len(set(sizes)) == 1:

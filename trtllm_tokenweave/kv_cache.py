@@ -6,7 +6,7 @@ All ranks use the same block tables; each has its own pool, holding its own KV h
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +42,27 @@ class KvCacheConfig:
         if self.tokens_per_block & (self.tokens_per_block - 1):
             raise UserError(f"tokens_per_block {self.tokens_per_block} is no power of two", where="KV cache")
 
+    @property
+    def pool_shape(self) -> tuple[int, int, int, int]:
+        """[pages, num_kv_heads, tokens_per_block, head_size]: a page of keys and one of values a block and layer."""
+        pages = self.num_blocks * self.num_layers * 2
+        return pages, self.num_kv_heads, self.tokens_per_block, self.head_size
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that ``tokens`` tokens of one sequence take."""
         return -(-tokens // self.tokens_per_block)
+
+
+class CachePool(Protocol):
+    """What a step needs to know of one rank's pool."""
+
+    @property
+    def config(self) -> KvCacheConfig:
+        """Its sizes."""
+
+    @property
+    def pointers(self) -> NDArray[np.int64]:
+        """``host_kv_cache_pool_pointers`` [1 pool, 2]: address of the first page, and 0 (no secondary pool)."""
 
 
 class KvCachePool:
@@ -55,13 +73,7 @@ class KvCachePool:
 
     def __init__(self, config: KvCacheConfig) -> None:
         self.config = config
-        shape = (
-            config.num_blocks * config.num_layers * 2,
-            config.num_kv_heads,
-            config.tokens_per_block,
-            config.head_size,
-        )
-        self.pages: Array = np.full(shape, np.nan, config.dtype)
+        self.pages: Array = np.full(config.pool_shape, np.nan, config.dtype)
 
     @property
     def address(self) -> int:
@@ -70,7 +82,7 @@ class KvCachePool:
 
     @property
     def pointers(self) -> NDArray[np.int64]:
-        """``host_kv_cache_pool_pointers`` [1 pool, 2]: primary address, and 0 (no secondary pool)."""
+        """See `CachePool`."""
         return np.array([[self.address, 0]], np.int64)
 
     @property

@@ -1,7 +1,7 @@
 """Greedy generation with in-flight batching: chunks of prompts and generation rows share the steps of an engine.
 
-The bookkeeping is deterministic, so under mpirun every rank does it alone and all stay in step; in one process the
-ranks are threads.
+The bookkeeping is deterministic, so under mpirun every rank does it alone: with the same calls of `submit` and `cancel`
+between the same steps on all ranks, all do the same steps. In one process the ranks are threads.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from trtllm_tokenweave.batch import SequenceStep, StepLayout, step_inputs
 from trtllm_tokenweave.comm import run_ranks
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
 from trtllm_tokenweave.interpreter.context import ExecutionContext
-from trtllm_tokenweave.kv_cache import BlockManager, KvCacheConfig, KvCachePool
+from trtllm_tokenweave.kv_cache import BlockManager, CachePool, KvCacheConfig, KvCachePool
 from trtllm_tokenweave.model_config import ModelConfig
 from trtllm_tokenweave.recorder.enums import TRT_NAMES, numpy_dtype
 
@@ -38,7 +38,7 @@ class GenerationLimits:
         max_num_tokens: Tokens of a step: longer prompts are cut in chunks of whole blocks.
         max_batch_size: Sequences in flight.
         max_seq_len: Tokens of a sequence, prompt included.
-        max_new_tokens: Tokens generated per prompt.
+        max_new_tokens: Tokens generated per prompt, where `Generator.submit` is not told otherwise.
         tokens_per_block: Tokens of a KV-cache block.
         num_blocks: Blocks of the KV cache; 0: enough for max_batch_size full sequences.
         eos_ids: Tokens that end a sequence; they are part of the result.
@@ -80,7 +80,7 @@ class GenerationLimits:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step that was run: its tokens, sequences, and how many of them were context chunks."""
+    """One step: its number, counted by its generator, its tokens, sequences, and how many of these are chunks."""
 
     index: int
     num_tokens: int
@@ -111,19 +111,49 @@ class GenerationResult:
         return [g.tokens for g in self.generations]
 
 
+@dataclass(frozen=True)
+class Produced:
+    """A token that a step has produced.
+
+    Attributes:
+        number: The sequence; see `Generator.submit`.
+        token: The token.
+        ended: Why it is the sequence's last, "" where it is not.
+    """
+
+    number: int
+    token: int
+    ended: Literal["", "eos", "length"]
+
+
 @dataclass
-class _Active:
+class _Sequence:
     number: int
     result: Generation
+    max_new_tokens: int
+    keep_logits: bool
     done: int = 0
 
     @property
     def prefilled(self) -> bool:
         return self.done >= len(self.result.prompt)
 
+    @property
+    def most_tokens(self) -> int:
+        return len(self.result.prompt) + self.max_new_tokens
+
+    @property
+    def ended(self) -> Literal["", "eos", "length"]:
+        if self.result.ended_by_eos:
+            return "eos"
+        return "length" if len(self.result.tokens) >= self.max_new_tokens else ""
+
 
 class Generator:
-    """Runs prompts through an engine.
+    """Runs sequences through an engine: each step serves all that are in flight.
+
+    One thread uses it at a time. After a step that raised, what is in flight must be cancelled: its keys and values may
+    be missing.
 
     Args:
         run_step: Runs one step on every local rank.
@@ -137,7 +167,7 @@ class Generator:
     def __init__(
         self,
         run_step: StepFunction,
-        pools: Sequence[KvCachePool],
+        pools: Sequence[CachePool],
         *,
         tp_size: int,
         vocab_size: int,
@@ -150,88 +180,151 @@ class Generator:
         self.vocab_size = vocab_size
         self.limits = limits
         self.on_step = on_step
+        self._blocks = BlockManager(pools[0].config)
+        self._layouts = [StepLayout(p, self._blocks, limits.max_seq_len, tp_size) for p in pools]
+        self._waiting: deque[_Sequence] = deque()
+        self._active: list[_Sequence] = []
+        self._submitted = self._steps = 0
 
-    def generate(self, prompts: Sequence[Sequence[int]]) -> GenerationResult:
-        """Generate up to ``max_new_tokens`` tokens for each prompt, the most likely one each time (ties: lowest id).
+    # ---- sequences in flight
+
+    @property
+    def busy(self) -> bool:
+        """Whether a sequence waits or runs."""
+        return bool(self._waiting or self._active)
+
+    def submit(self, prompt: Sequence[int], max_new_tokens: int | None = None) -> int:
+        """Queue a prompt; the steps to come generate the most likely token each time (ties: lowest id).
+
+        Sequences start in the order in which they were submitted, when there is room for all their tokens.
+
+        Args:
+            prompt: Token ids.
+            max_new_tokens: Tokens to generate; None: the limits'.
+
+        Returns:
+            The sequence's number, never used again.
 
         Raises:
-            UserError: a prompt is empty, too long, or holds a token outside the vocabulary; or the cache is too small
-                for it.
-            TokenWeaveError: logits that are not finite.
+            UserError: the prompt is empty, too long, or holds a token outside the vocabulary; or the cache is too small
+                for it. Nothing changes then.
         """
-        blocks = BlockManager(self.pools[0].config)
-        generations = [Generation(tuple(int(t) for t in prompt)) for prompt in prompts]
-        for number, generation in enumerate(generations):
-            self._check_prompt(number, generation.prompt)
-        layouts = [StepLayout(p, blocks, self.limits.max_seq_len, self.tp_size) for p in self.pools]
-        waiting = deque(_Active(n, g) for n, g in enumerate(generations))
-        active: list[_Active] = []
-        records: list[StepRecord] = []
-        while waiting or active:
-            self._admit(waiting, active)
-            steps = self._schedule(active)
-            for step in steps:
-                blocks.grow(step.sequence, step.end)
-            inputs = [step_inputs(steps, layout) for layout in layouts]
-            record = StepRecord(
-                len(records), sum(len(s.tokens) for s in steps), len(steps), sum(s.is_context for s in steps)
-            )
-            records.append(record)
-            if self.on_step is not None:
-                self.on_step(record, inputs[0])
-            self._advance(active, steps, self.run_step(inputs))
-            for ended in [a for a in active if self._ended(a)]:
-                active.remove(ended)
-                blocks.free(ended.number)
-        return GenerationResult(generations, records)
+        return self._submit(prompt, max_new_tokens, f"sequence {self._submitted}", keep_logits=False).number
 
-    def _check_prompt(self, number: int, prompt: tuple[int, ...]) -> None:
-        where, limits, cache = f"prompt {number}", self.limits, self.pools[0].config
+    def cancel(self, number: int) -> None:
+        """End a sequence between two steps: it produces nothing more, and its blocks are free.
+
+        Numbers of sequences that have ended are ignored.
+        """
+        self._waiting = deque(s for s in self._waiting if s.number != number)
+        for sequence in [s for s in self._active if s.number == number]:
+            self._end(sequence)
+
+    def step(self) -> list[Produced]:
+        """Run one step of the engine for what is in flight.
+
+        Returns:
+            A token for every sequence whose prompt is done, in the order of the step's rows: none when only chunks of
+            prompts were run, or when nothing is in flight.
+
+        Raises:
+            TokenWeaveError: the engine failed, or put out logits that are not finite.
+        """
+        return self._run()[1] if self.busy else []
+
+    # ---- whole prompts
+
+    def generate(self, prompts: Sequence[Sequence[int]]) -> GenerationResult:
+        """Generate up to the limits' ``max_new_tokens`` tokens for each prompt.
+
+        Raises:
+            UserError: as :meth:`submit`, or sequences are in flight.
+            TokenWeaveError: as :meth:`step`.
+        """
+        if self._waiting or self._active:
+            raise UserError("sequences are in flight", where="generate", fix="run their steps first, or cancel them")
+        records: list[StepRecord] = []
+        sequences: list[_Sequence] = []
+        try:
+            for number, prompt in enumerate(prompts):
+                sequences.append(self._submit(prompt, None, f"prompt {number}", keep_logits=True))
+            while self.busy:
+                records.append(self._run()[0])
+        finally:
+            for sequence in sequences:
+                self.cancel(sequence.number)
+        return GenerationResult([s.result for s in sequences], records)
+
+    # ---- bookkeeping
+
+    def _submit(self, prompt: Sequence[int], max_new_tokens: int | None, where: str, *, keep_logits: bool) -> _Sequence:
+        most = self.limits.max_new_tokens if max_new_tokens is None else max_new_tokens
+        sequence = _Sequence(self._submitted, Generation(tuple(int(t) for t in prompt)), most, keep_logits)
+        self._check(sequence, where)
+        self._submitted += 1
+        self._waiting.append(sequence)
+        return sequence
+
+    def _check(self, sequence: _Sequence, where: str) -> None:
+        prompt, most = sequence.result.prompt, sequence.most_tokens
+        limits, cache = self.limits, self.pools[0].config
         if not prompt:
             raise UserError("is empty", where=where)
+        if sequence.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens is {sequence.max_new_tokens}, expected at least 1", where=where)
         wrong = [t for t in prompt if not 0 <= t < self.vocab_size]
         if wrong:
             raise UserError(f"token {wrong[0]} is outside the vocabulary of {self.vocab_size}", where=where)
-        if self._most_tokens(prompt) > limits.max_seq_len:
+        if most > limits.max_seq_len:
             raise UserError(
-                f"{len(prompt)} tokens and {limits.max_new_tokens} new ones exceed max_seq_len {limits.max_seq_len}",
+                f"{len(prompt)} tokens and {sequence.max_new_tokens} new ones exceed max_seq_len {limits.max_seq_len}",
                 where=where,
                 fix="shorten the prompt, lower max_new_tokens or raise max_seq_len",
             )
-        if cache.blocks_for(self._most_tokens(prompt)) > cache.num_blocks:
+        if cache.blocks_for(most) > cache.num_blocks:
             raise UserError(
-                f"needs {cache.blocks_for(self._most_tokens(prompt))} KV-cache blocks, there are {cache.num_blocks}",
+                f"needs {cache.blocks_for(most)} KV-cache blocks, there are {cache.num_blocks}",
                 where=where,
                 fix="raise num_blocks",
             )
 
-    def _most_tokens(self, prompt: tuple[int, ...]) -> int:
-        return len(prompt) + self.limits.max_new_tokens
+    def _run(self) -> tuple[StepRecord, list[Produced]]:
+        self._admit()
+        steps = self._schedule()
+        for step in steps:
+            self._blocks.grow(step.sequence, step.end)
+        inputs = [step_inputs(steps, layout) for layout in self._layouts]
+        num_tokens, num_contexts = sum(len(s.tokens) for s in steps), sum(s.is_context for s in steps)
+        record = StepRecord(self._steps, num_tokens, len(steps), num_contexts)
+        self._steps += 1
+        if self.on_step is not None:
+            self.on_step(record, inputs[0])
+        return record, self._advance(steps, self.run_step(inputs))
 
-    def _admit(self, waiting: deque[_Active], active: list[_Active]) -> None:
+    def _admit(self) -> None:
         """Start sequences while all that run can reach their full length without running out of blocks."""
-        cache = self.pools[0].config
-        reserved = sum(cache.blocks_for(self._most_tokens(a.result.prompt)) for a in active)
+        cache, active, waiting = self.pools[0].config, self._active, self._waiting
+        reserved = sum(cache.blocks_for(a.most_tokens) for a in active)
         while waiting and len(active) < self.limits.max_batch_size:
-            reserved += cache.blocks_for(self._most_tokens(waiting[0].result.prompt))
+            reserved += cache.blocks_for(waiting[0].most_tokens)
             if reserved > cache.num_blocks:
                 return
             active.append(waiting.popleft())
 
-    def _schedule(self, active: list[_Active]) -> list[SequenceStep]:
+    def _schedule(self) -> list[SequenceStep]:
         """Every running sequence generates one token; prompts take what is left of the step, first come first served.
 
         A chunk that does not end its prompt is a whole number of blocks, as TensorRT-LLM's chunks are.
         """
         generation = [
             SequenceStep(a.number, (a.result.tokens[-1],), a.done, len(a.result.prompt), is_context=False)
-            for a in active
+            for a in self._active
             if a.prefilled
         ]
         budget = self.limits.max_num_tokens - len(generation)
         unit = self.pools[0].config.tokens_per_block
         contexts: list[SequenceStep] = []
-        for a in active:
+        for a in self._active:
             if a.prefilled:
                 continue
             prompt = a.result.prompt
@@ -245,12 +338,13 @@ class Generator:
             budget -= chunk
         return contexts + generation
 
-    def _advance(self, active: list[_Active], steps: Sequence[SequenceStep], logits: Array) -> None:
+    def _advance(self, steps: Sequence[SequenceStep], logits: Array) -> list[Produced]:
         if logits.ndim != 2 or logits.shape[0] != len(steps) or logits.shape[1] < self.vocab_size:
             raise TokenWeaveError(
                 f"logits have shape {logits.shape}, expected [{len(steps)}, at least {self.vocab_size}]"
             )
-        by_number = {a.number: a for a in active}
+        by_number = {a.number: a for a in self._active}
+        produced = []
         for row, step in enumerate(steps):
             sequence = by_number[step.sequence]
             sequence.done = step.end
@@ -264,12 +358,18 @@ class Generator:
                 )
             token = int(np.argmax(values))
             sequence.result.tokens.append(token)
-            sequence.result.logits.append(values)
+            if sequence.keep_logits:
+                sequence.result.logits.append(values)
             sequence.result.ended_by_eos = token in self.limits.eos_ids
+            produced.append(Produced(sequence.number, token, sequence.ended))
+            if sequence.ended:
+                self._end(sequence)
+        return produced
 
-    def _ended(self, sequence: _Active) -> bool:
-        result = sequence.result
-        return result.ended_by_eos or len(result.tokens) >= self.limits.max_new_tokens
+    def _end(self, sequence: _Sequence) -> None:
+        self._active.remove(sequence)
+        if self._blocks.blocks(sequence.number):
+            self._blocks.free(sequence.number)
 
 
 def context_step(contexts: Sequence[ExecutionContext], output: str = "logits") -> StepFunction:

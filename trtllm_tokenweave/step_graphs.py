@@ -91,14 +91,22 @@ class StepGraphs:
         """Whether there is a graph for such a step."""
         return step_key(inputs, outputs) in self._graphs
 
-    def step(self, inputs: Bindings, outputs: Bindings, stream: Stream) -> None:
+    def step(self, inputs: Bindings, outputs: Bindings, stream: Stream, context: EngineContext | None = None) -> None:
         """Queue one step; see `EngineContext.step`. All steps go to one stream.
+
+        Args:
+            inputs: Every input of the engine, by name.
+            outputs: Every output.
+            stream: Where to queue it.
+            context: Runs it in the place of ``self.context``: one of another optimisation profile. Equal steps are
+                given the same.
 
         Raises:
             UserError, TokenWeaveError: as `EngineContext.step`. A capture that fails is no error: the step runs
                 eagerly, and is counted.
         """
-        self.context.check_open()
+        context = self.context if context is None else context
+        context.check_open()
         key = step_key(inputs, outputs)
         graph = self._graphs.get(key)
         if graph is not None:
@@ -108,8 +116,8 @@ class StepGraphs:
             return
         failed = self._seen.pop(key, None)
         if failed is None or failed or not self.capacity:
-            self.context.step(inputs, outputs, stream)
-        elif self._run_and_capture(key, inputs, outputs, stream):
+            context.step(inputs, outputs, stream)
+        elif self._run_and_capture(key, context, inputs, outputs, stream):
             self.counters.eager += 1
             return
         else:
@@ -119,13 +127,15 @@ class StepGraphs:
         while len(self._seen) > _SEEN_PER_GRAPH * max(self.capacity, 1):
             self._seen.popitem(last=False)
 
-    def _run_and_capture(self, key: bytes, inputs: Bindings, outputs: Bindings, stream: Stream) -> bool:
+    def _run_and_capture(
+        self, key: bytes, eager: EngineContext, inputs: Bindings, outputs: Bindings, stream: Stream
+    ) -> bool:
         """Run a step, and capture it for the next time; returns whether there is a graph now."""
         try:
-            context = self.context.sibling()
+            context = eager.sibling()
         except TokenWeaveError as error:
             self._note(error)
-            self.context.step(inputs, outputs, stream)
+            eager.step(inputs, outputs, stream)
             return False
         own = {name: b if b.host is None else Binding.on_host(b.host.copy()) for name, b in inputs.items()}
         try:

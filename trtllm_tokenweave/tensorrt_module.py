@@ -10,7 +10,9 @@ import importlib
 import importlib.util
 import logging
 import re
+import time
 from collections import deque
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,11 @@ def _load_kernels() -> None:
             raise UserError(f"cannot be loaded: {error}", where=str(path), fix="install the SDK again") from error
 
 
+#: TensorRT 10.6 logs it as an error for each TokenWeaveAttention layer of a context that it makes, and whose steps run.
+#: Kept, these lines would push a real error's reason out.
+_NO_ERROR = "Assertion mGpuAllocator != nullptr failed"
+
+
 class LogLines:
     """Hands TensorRT's messages to Python's ``logging`` and keeps the newest errors for messages of ours.
 
@@ -124,6 +131,8 @@ class LogLines:
 
     def record(self, severity: int, message: str) -> None:
         """Take one message in."""
+        if _NO_ERROR in message:
+            severity = len(self._LEVELS) - 1
         if severity <= 1:
             self._errors.append(message.strip())
         self._logger.log(self._LEVELS[min(severity, len(self._LEVELS) - 1)], "%s", message)
@@ -155,6 +164,33 @@ def logger() -> Any:
             LINES.record(int(severity), message)
 
     return Logger()
+
+
+def progress_monitor(say: Callable[[str], None], seconds: float = 5.0) -> Any:
+    """An ``IProgressMonitor`` for builds, which take minutes: says what TensorRT does, once in ``seconds`` at most."""
+    trt = tensorrt()
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.sizes: dict[str, int] = {}
+            self.said = time.monotonic()
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            del parent_phase
+            self.sizes[phase_name] = num_steps
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            now = time.monotonic()
+            if now - self.said >= seconds:
+                self.said = now
+                say(f"{phase_name}: {step + 1} of {self.sizes.get(phase_name, 0)}")
+            return True  # go on
+
+        def phase_finish(self, phase_name: str) -> None:
+            self.sizes.pop(phase_name, None)
+
+    return Monitor()
 
 
 def tensorrt_error(what: str, *, also: str = "") -> TokenWeaveError:

@@ -24,6 +24,7 @@ from trtllm_tokenweave.runner import (
     GenerationLimits,
     GenerationResult,
     Generator,
+    Produced,
     StepInputs,
     StepRecord,
     make_generator,
@@ -295,3 +296,135 @@ def test_ranks_that_disagree_are_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pair[1], "run", wrong)
     with pytest.raises(TokenWeaveError, match="logits of local rank 1 differ"):
         made.generate([[1, 2]])
+
+
+# --- sequences in flight -----------------------------------------------------------------------------------------
+
+
+def drain(made: Generator) -> list[Produced]:
+    produced = []
+    while made.busy:
+        produced += made.step()
+    return produced
+
+
+def test_sequences_in_flight_are_those_of_whole_prompts() -> None:
+    """Joining while others run, over the real interpreter, changes no token."""
+    config = tiny()
+    made = make_generator(contexts(config, 2), config, 2, LIMITS)
+    produced: list[Produced] = []
+    numbers = []
+    for prompt in PROMPTS:
+        numbers.append(made.submit(prompt))
+        for _ in range(2):
+            produced += made.step()
+    produced += drain(made)
+    assert numbers == [0, 1, 2, 3, 4]
+    tokens = {n: [p.token for p in produced if p.number == n] for n in numbers}
+    assert list(tokens.values()) == expected(config)[0]
+    assert [p.ended for p in produced if p.number == 3] == ["", "", "", "", "", "length"]
+
+
+def test_what_a_step_produces() -> None:
+    limits = GenerationLimits(16, 2, 64, 3, 8, eos_ids=frozenset({12}))
+    made, engine = generator(limits)
+    assert (made.busy, made.step(), engine.inputs) == (False, [], [])
+    first, second = made.submit([1] * 20), made.submit([11], max_new_tokens=9)
+    assert (made.busy, made.step()) == (True, [])  # a chunk of 16 tokens
+    assert made.step() == [Produced(first, 2, ""), Produced(second, 12, "eos")]
+    assert made.step() == [Produced(first, 3, "")]
+    third = made.submit([30], max_new_tokens=1)
+    assert made.step() == [Produced(third, 31, "length"), Produced(first, 4, "length")]
+    assert (made.busy, made.step()) == (False, [])
+
+
+def test_cancelled_sequences_produce_nothing_and_give_back_their_blocks() -> None:
+    # 4 blocks: two sequences of 2 run, two wait.
+    made, _ = generator(GenerationLimits(16, 8, 16, 6, 8, num_blocks=4))
+    numbers = [made.submit([start] * 9) for start in (1, 20, 30, 40)]
+    made.step()
+    made.cancel(numbers[0])  # it runs
+    made.cancel(numbers[2])  # it waits
+    produced = drain(made)
+    assert {p.number for p in produced} == {numbers[1], numbers[3]}
+    assert [p.token for p in produced if p.number == numbers[3]] == [41, 42, 43, 44, 45, 46]
+    for number in (*numbers, 99):  # ended, or never there
+        made.cancel(number)
+    # All blocks are free: two full sequences share a step again.
+    assert max(s.batch for s in made.generate([[1] * 9, [2] * 9]).steps) == 2
+
+
+def test_blocks_of_a_cancelled_sequence_serve_the_next_step() -> None:
+    made, engine = generator(GenerationLimits(16, 8, 16, 6, 8, num_blocks=2))
+    first = made.submit([1] * 9)
+    made.step()
+    second = made.submit([20] * 9)
+    assert made.step() == [Produced(first, 3, "")]
+    made.cancel(first)
+    assert made.step() == [Produced(second, 21, "")]
+    assert sorted(engine.inputs[-1]["kv_cache_block_offsets"][0, 0, 0].tolist()) == [0, 4]
+
+
+def test_a_cancelled_last_sequence_leaves_nothing_to_do() -> None:
+    made, engine = generator(LIMITS)
+    made.cancel(made.submit([1]))
+    assert not made.busy
+    assert made.step() == []
+    assert not engine.inputs
+
+
+def test_the_same_calls_make_the_same_steps() -> None:
+    def run() -> list[dict[str, list[int]]]:
+        made, engine = generator(LIMITS)
+        for number, prompt in enumerate(PROMPTS):
+            made.submit(prompt, 2 + number)
+            made.step()
+            if number == 2:
+                made.cancel(1)
+        drain(made)
+        return [
+            {n: x.tolist() for n, x in step.items() if n != "host_kv_cache_pool_pointers"} for step in engine.inputs
+        ]
+
+    first = run()
+    assert len(first) > 8
+    assert run() == first
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "message"),
+    [
+        ([], None, "sequence 1: is empty"),
+        ([1], 0, "sequence 1: max_new_tokens is 0"),
+        ([1], 64, "1 tokens and 64 new ones exceed max_seq_len 64"),
+        ([-1], None, "token -1 is outside the vocabulary"),
+    ],
+)
+def test_a_refused_sequence_changes_nothing(prompt: list[int], new: int | None, message: str) -> None:
+    made, _ = generator(LIMITS)
+    first = made.submit([1])
+    with pytest.raises(UserError, match=message):
+        made.submit(prompt, new)
+    assert made.submit([5], 1) == first + 1
+    assert len(drain(made)) == LIMITS.max_new_tokens + 1
+
+
+def test_whole_prompts_do_not_mix_with_sequences_in_flight() -> None:
+    made, _ = generator(LIMITS)
+    made.submit([1])
+    with pytest.raises(UserError, match="generate: sequences are in flight"):
+        made.generate([[2]])
+    drain(made)
+    assert made.generate([[2]]).tokens == [[3, 4, 5, 6, 7, 8]]
+
+
+def test_whole_prompts_that_fail_leave_nothing_in_flight() -> None:
+    made, engine = generator(LIMITS)
+    with pytest.raises(UserError, match="prompt 1: is empty"):
+        made.generate([[1], []])
+    assert not made.busy
+    made.run_step = lambda _: np.full((1, 61), np.inf, np.float32)
+    with pytest.raises(TokenWeaveError, match="not finite"):
+        made.generate([[1] * 3])
+    made.run_step = engine
+    assert made.generate([[2]]).tokens == [[3, 4, 5, 6, 7, 8]]

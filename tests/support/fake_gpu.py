@@ -89,6 +89,24 @@ class FakeRuntime:
         ctypes.memmove(target, source, num_bytes)
         return (0,)
 
+    def cudaMemcpyAsync(self, target: int, source: int, num_bytes: int, kind: int, stream: int) -> Any:
+        assert self.capturing is None
+        ctypes.memmove(target, source, num_bytes)
+        return (0,)
+
+    def cudaMallocHost(self, num_bytes: int) -> Any:
+        return self.cudaMalloc(num_bytes)
+
+    def cudaFreeHost(self, address: int) -> Any:
+        return self.cudaFree(address)
+
+    def cudaMemcpy2D(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, kind: int
+    ) -> Any:
+        for row in range(height):
+            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+        return (0,)
+
     def cudaMemset(self, target: int, byte: int, num_bytes: int) -> Any:
         ctypes.memset(target, byte, num_bytes)
         return (0,)
@@ -213,6 +231,9 @@ class FakeEngine:
         self.allocates = 0
         self.makes_contexts = True
         self.contexts: list[FakeContext] = []
+
+    def get_device_memory_size_for_profile_v2(self, index: int) -> int:
+        return self.device_memory_size_v2 // (index + 1)
 
     @property
     def num_io_tensors(self) -> int:

@@ -6,6 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping as AbstractMapping
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from trtllm_tokenweave.checkpoint.dtypes import Array
@@ -42,6 +43,10 @@ class Tokenizer(Protocol):
 
         Without a template the contents are joined by newlines.
         """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the files of a Hugging Face tokenizer, which ``tokenizer.load_folder_tokenizer`` reads."""
         ...
 
 

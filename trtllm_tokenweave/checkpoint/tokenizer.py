@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trtllm_tokenweave.atomic import replace_file
 from trtllm_tokenweave.checkpoint.base import Message
 from trtllm_tokenweave.checkpoint.fields import Fields, read_json
 from trtllm_tokenweave.errors import UserError
@@ -72,6 +75,26 @@ class HubTokenizer:
             )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise UserError(f"the chat template fails: {error}", where=self._source) from error
+
+    def save(self, folder: Path) -> None:
+        """See ``base.Tokenizer.save``."""
+        from tokenizers import Tokenizer as Backend
+        from tokenizers.processors import TemplateProcessing
+
+        backend = Backend.from_str(self._tokenizer.to_str())
+        if self._bos_id is not None:
+            # What load_folder_tokenizer looks for.
+            bos = self._chat.bos_token
+            backend.post_processor = TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, self._bos_id)])
+        settings = {"bos_token": self._chat.bos_token, "eos_token": self._chat.eos_token}
+        if self._chat.template is not None:
+            settings["chat_template"] = self._chat.template
+        ends = {"eos_token_id": sorted(self._eos_ids)}
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / "tokenizer.json", lambda aside: backend.save(str(aside)))
+        for name, document in (("tokenizer_config.json", settings), ("generation_config.json", ends)):
+            text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+            replace_file(folder / name, partial(Path.write_text, data=text, encoding="utf-8"))
 
     def _refuse(self, message: str) -> None:
         raise UserError(f"the chat template refuses these messages: {message}", where=self._source)

@@ -7,7 +7,7 @@ import platform
 import shlex
 import sys
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +25,7 @@ from trtllm_tokenweave.cli.inspect import describe, mapping_of, network_table
 from trtllm_tokenweave.comm import CommBackend, MpiComm
 from trtllm_tokenweave.config import read_environment
 from trtllm_tokenweave.demo import DemoOptions, DemoResult, check_network, run_demo
+from trtllm_tokenweave.demo.gpu import GpuRun, run_on_gpus
 from trtllm_tokenweave.demo.model import demo_table
 from trtllm_tokenweave.demo.mpi import run_under_mpi
 from trtllm_tokenweave.demo.timeline import timeline
@@ -32,6 +33,7 @@ from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.picture import draw_schedule
 from trtllm_tokenweave.recorder import load
 from trtllm_tokenweave.report import DemoReport, RefusedRow, SiteRow, write_picture, write_report
+from trtllm_tokenweave.table import TuningTable
 
 LIMITS = (
     "The networks run on a numpy interpreter of TensorRT's object model: what is shown is that the woven network "
@@ -51,6 +53,7 @@ def demo(
     prompt: Annotated[list[str] | None, typer.Option(help="Prompt, may be repeated; default: six of them.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt.")] = DemoOptions.max_new_tokens,
     mpi: Annotated[bool, typer.Option(help="Run again under mpirun, one process a rank, where there is MPI.")] = True,
+    gpu: Annotated[bool, typer.Option(help="Run it through TensorRT too, where there are GPUs.")] = True,
     report: Annotated[bool, typer.Option(help="Write the picture and the report.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for the picture and the report.")] = Path("demo_report"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -83,13 +86,29 @@ def demo(
     if mpi and comm is None:
         console.print(f"running again under mpirun -n {options.tp_size}", style="dim")
         document["mpi"] = run_under_mpi(options.tp_size, _words(checkpoint, max_new_tokens, prompt or []))
+    document["gpu"] = None
+    if gpu and comm is None:
+        document["gpu"] = run_on_gpus(
+            _gpu_run(checkpoint, model, options), lambda line: console.print(line, style="dim")
+        )
     document["report"] = str(_write(result, model, options, document, out)) if report else None
     if as_json:
         print(json.dumps(document))
     else:
         _print(document, result, options)
-    if not document["identical"] or (document["mpi"] or {}).get("identical") is False:
+    failed = (document["mpi"] or {}).get("identical") is False or "error" in (document["gpu"] or {})
+    if not document["identical"] or failed:
         raise typer.Exit(1)
+
+
+def _gpu_run(checkpoint: Path | None, model: Checkpoint, options: DemoOptions) -> GpuRun:
+    def table(ranks: int, dtype: str) -> TuningTable:
+        made = demo_table(model, replace(options, tp_size=ranks))
+        return made.model_copy(update={"key": made.key.model_copy(update={"dtype": dtype})})
+
+    path = smollm2_gguf() if checkpoint is None else checkpoint
+    sizes = options.max_batch_size, options.max_num_tokens
+    return GpuRun(path, model.config, options.prompts, table, *sizes)
 
 
 def _ranks(tp: int | None) -> CommBackend | None:
@@ -193,8 +212,26 @@ def _print(document: dict[str, Any], result: DemoResult, options: DemoOptions) -
         console.print("[bold yellow]No step was split: give more or longer prompts.[/]")
     if document["mpi"] is not None:
         console.print(f"under mpirun, one process a rank: {escape(_said(document['mpi']))}")
+    for line in _gpu_lines(document["gpu"]):
+        console.print(escape(line))
     if document["report"] is not None:
         console.print(f"report: {document['report']}")
+
+
+def _gpu_lines(gpu: dict[str, Any] | None) -> list[str]:
+    """What the run through TensorRT gave, in words."""
+    if gpu is None:
+        return []
+    if "ranks" not in gpu:
+        return [f"TensorRT: skipped: {gpu['skipped']}" if "skipped" in gpu else f"TensorRT: failed: {gpu['error']}"]
+    lines = [
+        f"TensorRT, {gpu['ranks']} GPU(s), bfloat16, {mode}: {engine['tokens_per_second']:.1f} tokens/s; steps: "
+        + ", ".join(f"{count} {rung}" for rung, count in engine["steps"].items())
+        for mode, engine in gpu["engines"].items()
+    ]
+    if len(lines) > 1:
+        lines.append(f"TensorRT: stock and woven engines say the same to {gpu['same']} of {gpu['of']} prompts")
+    return lines
 
 
 def _network(path: Path, as_json: bool) -> None:

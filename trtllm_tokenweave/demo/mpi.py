@@ -28,7 +28,7 @@ def run_under_mpi(tp_size: int, words: Sequence[str]) -> dict[str, Any]:
         lack = "mpirun" if mpirun is None else "mpi4py"
         return {"skipped": f"{lack} is not installed: install Open MPI and the extra 'mpi'"}
     command = [mpirun, "-n", str(tp_size), sys.executable, "-m", "trtllm_tokenweave.cli.entry", "demo"]
-    command += ["--json", "--no-mpi", "--no-report", *words]
+    command += ["--json", "--no-mpi", "--no-gpu", "--no-report", *words]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_SECONDS, env=mpi_environment(), check=False

@@ -26,6 +26,8 @@ def build_llama(
     mapping: Mapping,
     weights: Dict[str, NDArray[Any]] | None,
     options: NetworkOptions,
+    *,
+    collectives: bool = True,
 ) -> None:
     """Add every layer of one rank to an empty strongly typed network, as TensorRT-LLM 1.x does.
 
@@ -39,6 +41,8 @@ def build_llama(
         weights: This rank's tensors (see :func:`weight_specs`), or None to give every weight a shape but no
             values; constants that are part of the network's form (epsilon, indices) have values all the same.
         options: Limits and switches.
+        collectives: False leaves out what the ranks say to each other, for measurements: each goes on with its own
+            partial sums, and its own columns of the logits.
 
     Raises:
         UserError: when the network is not empty, the model cannot be cut into ``tp_size`` ranks, a tensor is
@@ -50,7 +54,8 @@ def build_llama(
     checked = RankWeights(weight_specs(config, mapping), mapping, weights)
     ops = Ops(network)
     inputs = add_inputs(network, ops.trt, config, mapping, options)
-    build = Build(ops, config, mapping, options, config.local(mapping.tp_size), checked, inputs)
+    group = mapping if collectives else Mapping()
+    build = Build(ops, config, group, options, config.local(mapping.tp_size), checked, inputs)
     with ops.module("LLaMAForCausalLM" if build.is_llama else "QWenForCausalLM"):
         _model(build)
 

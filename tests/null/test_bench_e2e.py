@@ -1,0 +1,229 @@
+"""What `bench e2e` builds, on the interpreter, and the figures that it makes of its measurements."""
+
+# ruff: noqa: ARG002  (arguments of the methods that are overridden)
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import tuning
+from support.models import small
+
+from trtllm_tokenweave.batch import SequenceStep, StepLayout, step_inputs
+from trtllm_tokenweave.bench.e2e import PREFIX_INPUT, VARIANTS, E2eBench, E2eRunner, Run, Variant
+from trtllm_tokenweave.bench.e2e_run import E2eArguments, read_bench
+from trtllm_tokenweave.builder import Ranges
+from trtllm_tokenweave.cli.app import main
+from trtllm_tokenweave.comm import CommBackend, LocalComm, run_ranks
+from trtllm_tokenweave.errors import TokenWeaveError, UserError
+from trtllm_tokenweave.interpreter import ExecutionContext
+from trtllm_tokenweave.kv_cache import BlockManager, KvCachePool
+from trtllm_tokenweave.mapping import Mapping
+from trtllm_tokenweave.network import Graph
+from trtllm_tokenweave.passes import WeaveOptions, verify, verify_ranks
+from trtllm_tokenweave.plugin_specs import GEMM
+from trtllm_tokenweave.recorder import RecordedNetwork
+from trtllm_tokenweave.runner import GenerationLimits
+from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow, TableSource, TuningTable
+from trtllm_tokenweave.waves import table_key
+
+CONFIG = small(max_position_embeddings=128, vocab_size=51)
+TOKENS, PREFIX = 70, 48
+
+
+def bench(rank: int = 0, **fields: Any) -> E2eBench:
+    row = TableRow(tokens=Bucket(lo=1), mode="weave", split_offset=8, mlp=LaunchConfig(ctas=8))
+    table = TuningTable(key=table_key(CONFIG, 2), granularity=16, min_tokens=32, rows=(row,))
+    return E2eBench(CONFIG, WeaveOptions(Mapping(2, rank, 2), table, 1, 96), (TOKENS,), **fields)
+
+
+def networks(variant: Variant) -> tuple[list[RecordedNetwork], Ranges]:
+    made = [RecordedNetwork(), RecordedNetwork()]
+    modes = {"fuse_only": "fuse", "woven": "weave", "whole": "weave"}
+    for rank, network in enumerate(made):
+        result, ranges = bench(rank).build(network, variant)
+        assert result.mode == modes.get(variant, "stock")
+        assert verify(network) == []
+    assert verify_ranks(made) == []
+    return made, ranges
+
+
+def logits(variant: Variant, prefix: int = PREFIX) -> list[Any]:
+    """A step that prefills TOKENS tokens, on both ranks."""
+    limits = GenerationLimits(96, 1, 96, 1)
+    pools = [KvCachePool(limits.cache(CONFIG, 2)) for _ in range(2)]
+    blocks = BlockManager(pools[0].config)
+    blocks.grow(0, TOKENS)
+    tokens = tuple(np.random.default_rng(5).integers(0, 51, TOKENS).tolist())
+    contexts, given = [], []
+    for network, comm, pool in zip(networks(variant)[0], LocalComm.group(2), pools, strict=True):
+        contexts.append(ExecutionContext(network, comm))
+        contexts[-1].pools.update(pool.bindings)
+        names = {network.get_input(i).name for i in range(network.num_inputs)}
+        inputs = step_inputs([SequenceStep(0, tokens, 0, TOKENS, True)], StepLayout(pool, blocks, 96, 2))
+        inputs[PREFIX_INPUT] = np.zeros(prefix, np.int32)
+        given.append({name: x for name, x in inputs.items() if name in names})
+    outputs = run_ranks([partial(c.run, x) for c, x in zip(contexts, given, strict=True)])
+    return [output["logits"].astype(np.float64) for output in outputs]
+
+
+def test_all_engines_but_no_comm_compute_the_same() -> None:
+    out = {variant: logits(variant) for variant in VARIANTS}
+    stock = out["stock"][0]
+    for variant in ("stock", "fuse_only", "woven", "whole"):
+        np.testing.assert_array_equal(out[variant][0], out[variant][1])
+        assert np.linalg.norm(out[variant][0] - stock) < 0.03 * np.linalg.norm(stock)
+    width = out["no_comm"][0].shape[1]
+    assert width == stock.shape[1] // 2  # its own columns
+    assert np.linalg.norm(out["no_comm"][0] - stock[:, :width]) > 0.1 * np.linalg.norm(stock[:, :width])
+
+
+def test_the_split_is_an_input() -> None:
+    first = logits("woven", 8)[0]
+    for prefix in (33, TOKENS):
+        np.testing.assert_allclose(logits("woven", prefix)[0], first, rtol=0.03, atol=0.02)
+
+
+def test_the_profile_is_optimised_for_a_step_that_is_split() -> None:
+    _, ranges = networks("woven")
+    assert ranges["input_ids"].optimum[0] > ranges[PREFIX_INPUT].optimum[0] > ranges[PREFIX_INPUT].minimum[0] == 1
+    assert ranges[PREFIX_INPUT].maximum == ranges["input_ids"].maximum
+    assert PREFIX_INPUT not in networks("fuse_only")[1]
+
+
+def test_engines_of_one_process_have_tables_of_their_own() -> None:
+    packed = set()
+    for variant in ("fuse_only", "woven", "whole"):
+        result, _ = bench().build(RecordedNetwork(), variant)
+        packed.add(result.plan.options.table.pack())
+    assert len(packed) == 3
+
+
+class Timed(E2eRunner):
+    """A runner whose runs are figures: milliseconds by prefix half or variant."""
+
+    def __init__(self, comm: CommBackend, bench: E2eBench, error: float = 0.0) -> None:
+        self.comm, self.bench, self.started, self.error = comm, bench, 0.0, error
+        self.bound: Run | None = None
+        self.timed: list[Run] = []
+
+    def prepare(self, run: Run, num_tokens: int, mode: Any) -> Callable[[], None]:
+        assert num_tokens == TOKENS
+        self.bound = run
+        return lambda: None
+
+    def logits(self, run: Run, num_tokens: int, mode: Any) -> Any:
+        return np.full(4, 1 + (self.error if run.variant == "whole" else 0.0), np.float32)
+
+    def time_once(self, step: Callable[[], None]) -> tuple[float, float]:
+        assert self.bound is not None
+        self.timed.append(self.bound)
+        base = {"stock": 10.0, "fuse_only": 9.0, "whole": 8.5, "no_comm": 7.0}.get(self.bound.variant, 8.0)
+        best = 0.0 if self.bound.prefix in (None, 56) else 0.25
+        return self.slowest(base + best + self.comm.rank), 0.5
+
+
+def measured(job: Callable[[Timed], Any], **fields: Any) -> list[Any]:
+    def body(comm: CommBackend) -> Any:
+        return job(Timed(comm, bench(comm.rank, **fields)))
+
+    return run_ranks([partial(body, comm) for comm in LocalComm.group(2)])
+
+
+def test_rows_hold_the_slower_ranks_times_and_the_best_split() -> None:
+    def job(runner: Timed) -> Any:
+        best, sweep = runner.tuned(TOKENS)
+        return best, sweep, runner.rows(TOKENS, best), runner.timed
+
+    first, second = measured(job, offsets=(0, 8, 16, 24, 32, 40))
+    assert first == second
+    best, sweep, rows, _ = first
+    assert best == 56
+    assert [row["offset"] for row in sweep] == [0, 8, 16, 24]  # the others leave no suffix of 70 tokens
+    assert [row["woven_ms"] for row in sweep] == [9.25, 9.25, 9.0, 9.25]
+    assert [row["mode"] for row in rows] == ["eager", "graph"]
+    expected = {
+        "num_tokens": TOKENS,
+        "stock_ms": 11.0,
+        "peer_ms": None,
+        "fuse_only_ms": 10.0,
+        "even_split_ms": 9.25,
+        "tuned_split_ms": 9.0,
+        "whole_attention_even_ms": 9.75,
+        "whole_attention_tuned_ms": 9.5,
+        "no_comm_ms": 8.0,
+        "prefix_even": 40,
+        "prefix_tuned": 56,
+        "error": 0.0,
+    }
+    assert rows[0] == {**expected, "mode": "eager"}
+
+
+@pytest.mark.parametrize("gemm", ["trt", "budget"])
+def test_woven_engines_have_the_gemms_that_the_table_was_measured_with(gemm: str) -> None:
+    given = bench()
+    source = TableSource(kind="measurement", measured=tuning.measured(gemm=gemm))
+    table = given.weave.table.model_copy(update={"source": source})
+    network = RecordedNetwork()
+    replace(given, weave=replace(given.weave, table=table)).build(network, "woven")
+    assert any(n.plugin_name == GEMM for n in Graph(network).live) is (gemm == "budget")
+
+
+def test_engines_can_be_left_out() -> None:
+    (row, _), _ = measured(lambda runner: runner.rows(TOKENS, PREFIX), variants=("stock", "no_comm"))
+    assert {name for name in row if name.endswith("_ms")} == {"stock_ms", "no_comm_ms", "peer_ms"}
+    assert row["error"] == 0.0
+
+
+def test_a_table_says_the_split() -> None:
+    assert measured(lambda runner: runner.tuned(TOKENS), offsets=None) == [(48, [])] * 2
+
+
+def test_an_engine_that_differs_from_stock_is_not_timed() -> None:
+    def job(comm: CommBackend) -> str:
+        runner = Timed(comm, bench(comm.rank), error=0.2 if comm.rank else 0.0)
+        with pytest.raises(TokenWeaveError, match="whole_attention_even differs from stock at 70 tokens") as raised:
+            runner.rows(TOKENS, PREFIX)
+        assert not runner.timed
+        return str(raised.value)
+
+    assert len(set(run_ranks([partial(job, comm) for comm in LocalComm.group(2)]))) == 1
+
+
+def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--tokens", "1,x"], "--tokens: '1,x' is no list of numbers"),
+        (["--offsets", "0"], "--offsets: a number is below 1"),
+        (["--ctas", "7"], "bench e2e: "),
+        (["--preset", "nothing"], "preset: no preset called 'nothing'"),
+        (["-o", "/nowhere/x.json"], "/nowhere/x.json: the folder /nowhere does not exist"),
+    ):
+        assert main(["bench", "e2e", *words, "--json"]) == 2
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert message in f"{error['where']}: {error['what']}"
+
+
+def test_arguments_become_a_bench(tmp_path: Path) -> None:
+    arguments = E2eArguments("llama-3.3-70b", 8, (1024, 4096), None, (0, 128), 8)
+    made = read_bench(arguments, Mapping(2, 1, 2))
+    assert (made.config.num_hidden_layers, made.config.vocab_size, made.weave.max_num_tokens) == (8, 8192, 4096)
+    assert made.weave.table.rows[0].mlp.ctas == 8
+    with pytest.raises(UserError, match="--layers: 81, but the model has 80"):
+        read_bench(replace(arguments, layers=81), Mapping(2, 0, 2))
+    for engines in ("fuse_only", "stock,other", "stock,stock"):
+        with pytest.raises(UserError, match=f"--engines: {engines} is no list with stock in it"):
+            read_bench(replace(arguments, engines=tuple(engines.split(","))), Mapping(2, 0, 2))
+    with pytest.raises(UserError, match="--tokens: 200000 is above the model's 131072 positions"):
+        read_bench(replace(arguments, tokens=(200000,)), Mapping(2, 0, 2))
+    file = tmp_path / "table.json"
+    made.weave.table.save(file)
+    tabled = read_bench(replace(arguments, table=file), Mapping(2, 0, 2))
+    assert (tabled.weave.table, tabled.offsets) == (made.weave.table, None)
+    with pytest.raises(UserError, match="made for tp_size 2, but 4 is needed"):
+        read_bench(replace(arguments, table=file), Mapping(4, 0, 4))

@@ -1,0 +1,349 @@
+"""Whole decoders in TensorRT engines, with real attention: `mpirun -n N trtllm-tokenweave bench e2e`.
+
+One sequence is prefilled at once. All engines are built from the same weights, on all ranks with rank 0's timings. The
+split of the woven engines is an input of each step, so that one engine serves every split; its launch configurations
+are the table's.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from trtllm_tokenweave.agreement import on_all_ranks
+from trtllm_tokenweave.batch import SequenceStep, StepLayout, step_inputs
+from trtllm_tokenweave.bench import timeline
+from trtllm_tokenweave.bench.rank_timing import METHOD, ROUNDS, RankTimer
+from trtllm_tokenweave.bench.stack import MODES, TOLERANCE, Mode, Running
+from trtllm_tokenweave.builder import BuilderSettings, Ranges, ShapeRange, build_on_all_ranks, opt_num_tokens
+from trtllm_tokenweave.checkpoint import RankWeights
+from trtllm_tokenweave.comm import CommBackend
+from trtllm_tokenweave.device import DeviceArray, Stream
+from trtllm_tokenweave.engine_context import Array, Binding, Bindings
+from trtllm_tokenweave.engine_runner import DeviceCachePool, is_host
+from trtllm_tokenweave.errors import TokenWeaveError
+from trtllm_tokenweave.kv_cache import BlockManager
+from trtllm_tokenweave.llama import NetworkOptions, build_llama, weight_specs
+from trtllm_tokenweave.llama.profiles import decoder_profile
+from trtllm_tokenweave.llama.weights import replicated, window_weights
+from trtllm_tokenweave.model_config import ModelConfig
+from trtllm_tokenweave.passes import WeaveOptions, WeavePlan, WeaveResult, weave
+from trtllm_tokenweave.plugin_library import plugin_library
+from trtllm_tokenweave.runner import GenerationLimits
+from trtllm_tokenweave.schedule import split_point
+from trtllm_tokenweave.table import TableSource
+from trtllm_tokenweave.trt import object_model
+
+Variant = Literal["stock", "fuse_only", "woven", "whole", "no_comm"]
+VARIANTS: tuple[Variant, ...] = ("stock", "fuse_only", "woven", "whole", "no_comm")
+#: Input of the woven engines whose dimension 0 is the rows of the prefix half.
+PREFIX_INPUT = "prefix_tokens"
+#: Rounds that a split of the sweep gets.
+SWEEP_ROUNDS = 3
+NO_PEER = "no other AllReduce plugin is at hand: the reference library's is NCCL's"
+
+
+@dataclass(frozen=True)
+class E2eBench:
+    """What to measure.
+
+    Attributes:
+        config: The model.
+        weave: Options of the pass; its table has the launch configurations, and its limits are the engines'.
+        tokens: Tokens of the sequences.
+        offsets: Splits to try: tokens that the prefix half has more than half of them. None: the table says the split.
+        variants: Engines to build; "stock" is among them.
+        seed: Of the weights and tokens.
+    """
+
+    config: ModelConfig
+    weave: WeaveOptions
+    tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
+    offsets: tuple[int, ...] | None = (0, 128, 256, 384, 512, 768, 1024)
+    variants: tuple[Variant, ...] = VARIANTS
+    seed: int = 0
+
+    @property
+    def limits(self) -> NetworkOptions:
+        """Of the network: one sequence, all of it in one step."""
+        most = self.weave.max_num_tokens
+        return NetworkOptions(max_batch_size=self.weave.max_batch_size, max_num_tokens=most, max_seq_len=most)
+
+    @cached_property
+    def weights(self) -> RankWeights:
+        """This rank's."""
+        mapping = self.weave.mapping
+        specs = weight_specs(self.config, mapping)
+        return window_weights(specs, mapping, replicated(self.config, mapping), self.seed)
+
+    def build(self, network: Any, variant: Variant) -> tuple[WeaveResult, Ranges]:
+        """Fill an empty network; returns what the weave did, and the ranges of the inputs."""
+        options, limits = self.weave, self.limits
+        build_llama(network, self.config, options.mapping, self.weights, limits, collectives=variant != "no_comm")
+        best = opt_num_tokens(options.table, limits.max_num_tokens, limits.max_batch_size)
+        ranges = decoder_profile(network, limits, best)
+        if variant in ("stock", "no_comm"):
+            return WeaveResult(WeavePlan(options, (), (), None)), ranges
+        # The tables of engines of one process have to differ: ranks and contexts find one another by them.
+        # Of this kind is a table whose splits are not the engine's.
+        source = TableSource(kind="capability", text="the split is an input of a step")
+        table = options.table.model_copy(update={"min_tokens": 1 + VARIANTS.index(variant), "source": source})
+        # Said before the table loses what it was measured with.
+        gemm = options.table.gemm if options.gemm == "table" else options.gemm
+        options = replace(options, table=table, split=False, gemm=gemm)
+        if variant != "fuse_only":
+            most = limits.max_num_tokens
+            network.add_input(PREFIX_INPUT, object_model(network).DataType.INT32, (-1,))
+            ranges[PREFIX_INPUT] = ShapeRange((1,), (max(best // 2, 1),), (most,))
+            options = replace(options, split=True, split_attention=variant == "woven", prefix_input=PREFIX_INPUT)
+        return weave(network, options), ranges
+
+    def even(self, num_tokens: int) -> int:
+        """Tokens of the prefix half of an even split."""
+        return min(split_point(num_tokens, self.weave.table.granularity, 0), num_tokens)
+
+
+def make_engine(bench: E2eBench, variant: Variant, comm: CommBackend, folder: Path, fused: int | None) -> Running:
+    """Build and load; all ranks together. ``fused``: activation memory of the fuse-only engine."""
+    found: dict[str, Ranges] = {}
+
+    def make_network(network: Any) -> WeaveResult:
+        result, found["ranges"] = bench.build(network, variant)
+        return result
+
+    settings = BuilderSettings(
+        (lambda _network: found["ranges"],),
+        timing_cache=folder / f"timing{comm.rank}.cache",
+        fused_memory_bytes=fused,
+    )
+    plan = build_on_all_ranks(comm, make_network, settings)
+    wanted = {"fuse_only": "fuse", "woven": "weave", "whole": "weave"}.get(variant, "stock")
+    if plan.result.mode != wanted:
+        reasons = "; ".join(refusal.reason for refusal in plan.result.plan.refused)
+        raise TokenWeaveError(f"{variant} became {plan.result.mode}: {reasons}")
+    return Running.of_plan(plan, comm, symmetric=wanted != "stock")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to run a step: an engine, and for a woven one the tokens of its prefix half."""
+
+    variant: Variant
+    prefix: int | None = None
+
+
+class E2eRunner(RankTimer):
+    """Runs the engines of one rank on one KV cache and on inputs that they share."""
+
+    def __init__(self, bench: E2eBench, comm: CommBackend, folder: Path) -> None:
+        super().__init__(comm, Stream())
+        self.bench = bench
+        limits = bench.limits
+        sizes = GenerationLimits(
+            limits.max_num_tokens, limits.max_batch_size, limits.max_seq_len, 1, limits.tokens_per_block
+        )
+        cache = sizes.cache(bench.config, comm.size)
+        self.pool, self.blocks = DeviceCachePool(cache), BlockManager(cache)
+        self.blocks.grow(0, limits.max_seq_len)
+        self.ids = np.random.default_rng(bench.seed).integers(0, bench.config.vocab_size, limits.max_num_tokens)
+        self.counts = DeviceArray((limits.max_num_tokens,), np.int32)
+        self.counts.fill(0)
+        self._inputs: dict[int, dict[str, Binding]] = {}
+        self.engines: dict[Variant, Running] = {}
+        for variant in bench.variants:
+            plain = self.engines.get("fuse_only") if variant in ("woven", "whole") else None
+            fused = None if plain is None else plain.memory_bytes
+            self.say(f"building {variant}")
+            self.engines[variant] = make_engine(bench, variant, comm, folder, fused)
+        self._outputs = {variant: self._output(variant) for variant in bench.variants}
+
+    def close(self) -> None:
+        """Give everything back; graphs before their contexts."""
+        with ExitStack() as last_first:
+            for running in self.engines.values():
+                last_first.callback(running.context.close)
+                last_first.callback(running.graphs.close)
+            last_first.callback(self.stream.synchronize)
+
+    def _output(self, variant: Variant) -> DeviceArray:
+        local = self.bench.config.local(self.comm.size)
+        columns = local.vocab_size if variant == "no_comm" else local.padded_vocab_size
+        return DeviceArray((1, columns), np.float32)
+
+    def inputs(self, num_tokens: int) -> dict[str, Binding]:
+        """A step that prefills a sequence of so many tokens."""
+        if num_tokens not in self._inputs:
+            tokens = tuple(int(t) for t in self.ids[:num_tokens])
+            step = SequenceStep(0, tokens, 0, num_tokens, is_context=True)
+            layout = StepLayout(self.pool, self.blocks, self.bench.limits.max_seq_len, self.comm.size)
+            self._inputs[num_tokens] = {
+                name: Binding.on_host(x) if is_host(name) else Binding.device(DeviceArray.from_numpy(x))
+                for name, x in step_inputs([step], layout).items()
+            }
+        return self._inputs[num_tokens]
+
+    def bindings(self, run: Run, num_tokens: int) -> tuple[Bindings, Bindings]:
+        """Inputs and outputs of a run's engine."""
+        names = {spec.name for spec in self.engines[run.variant].context.engine.manifest.tensors}
+        inputs = {name: b for name, b in self.inputs(num_tokens).items() if name in names}
+        if run.prefix is not None:
+            inputs[PREFIX_INPUT] = Binding(self.counts.address, (run.prefix,))
+        return inputs, {"logits": Binding.device(self._outputs[run.variant])}
+
+    def prepare(self, run: Run, num_tokens: int, mode: Mode) -> Callable[[], None]:
+        """Bind a step, or make its graph; returns what queues it.
+
+        Raises:
+            TokenWeaveError: the step cannot be captured.
+        """
+        running, bound = self.engines[run.variant], self.bindings(run, num_tokens)
+        if mode == "eager":
+            running.context.bind(*bound)
+            return partial(running.context.enqueue, self.stream)
+        while not running.graphs.has(*bound):
+            failed = running.graphs.counters.fallback
+            running.graphs.step(*bound, self.stream)
+            if running.graphs.counters.fallback > failed:
+                raise TokenWeaveError(f"{run.variant}, {num_tokens} tokens: {running.graphs.counters.reason}")
+        return partial(running.graphs.step, *bound, self.stream)
+
+    def prepare_all(self, run: Run, num_tokens: int, mode: Mode) -> Callable[[], None]:
+        """:meth:`prepare` on all ranks; where one cannot, all raise its error."""
+        return on_all_ranks(self.comm, "preparing a step", lambda: self.prepare(run, num_tokens, mode))
+
+    def logits(self, run: Run, num_tokens: int, mode: Mode) -> Array:
+        """What an engine puts out; the output is poisoned before."""
+        output = self._outputs[run.variant]
+        output.fill(0xFF)
+        self.prepare_all(run, num_tokens, mode)()
+        self.stream.synchronize()
+        return output.to_numpy()
+
+    def verify(self, runs: dict[str, Run], num_tokens: int, mode: Mode) -> dict[str, float]:
+        """Relative errors of the logits against the stock engine's, the worst over ranks.
+
+        Raises:
+            TokenWeaveError: on all ranks, where one is too large.
+        """
+        stock = self.logits(runs["stock"], num_tokens, mode)
+        errors = {}
+        for name, run in runs.items():
+            if run.variant in ("stock", "no_comm"):
+                continue
+            difference = np.linalg.norm(self.logits(run, num_tokens, mode) - stock) / np.linalg.norm(stock)
+            errors[name] = self.slowest(float(np.nan_to_num(difference, nan=np.inf)))
+            if errors[name] > TOLERANCE:
+                what = f"{name} differs from stock at {num_tokens} tokens ({mode}): {errors[name]:.3g}"
+                raise TokenWeaveError(what)
+        return errors
+
+    def time_runs(self, runs: dict[str, Run], num_tokens: int, mode: Mode, rounds: int = ROUNDS) -> dict[str, float]:
+        """Median milliseconds of each."""
+        makers = {name: partial(self.prepare_all, run, num_tokens, mode) for name, run in runs.items()}
+        return {name: gpu for name, (gpu, _) in self.time_steps(makers, num_tokens, rounds).items()}
+
+    def sweep(self, num_tokens: int, offsets: Sequence[int]) -> tuple[int, list[dict[str, Any]]]:
+        """The fastest split, and the milliseconds of each offset (eager)."""
+        even = self.bench.even(num_tokens)
+        usable = [offset for offset in offsets if even + offset < num_tokens]
+        runs = {str(offset): Run("woven", even + offset) for offset in usable}
+        times = self.time_runs(runs, num_tokens, "eager", SWEEP_ROUNDS)
+        rows = [{"num_tokens": num_tokens, "offset": n, "woven_ms": times[str(n)]} for n in usable]
+        return even + min(usable, key=lambda offset: times[str(offset)], default=0), rows
+
+    def tuned(self, num_tokens: int) -> tuple[int, list[dict[str, Any]]]:
+        """Tokens of the prefix half of the best split, and the sweep that found it."""
+        if self.bench.offsets is None or "woven" not in self.bench.variants:
+            return self.bench.weave.table.lookup(1, num_tokens).split, []
+        return self.sweep(num_tokens, self.bench.offsets)
+
+    def runs(self, num_tokens: int, tuned: int) -> dict[str, Run]:
+        """The columns of a row."""
+        even = self.bench.even(num_tokens)
+        every = {
+            "stock": Run("stock"),
+            "fuse_only": Run("fuse_only"),
+            "even_split": Run("woven", even),
+            "tuned_split": Run("woven", tuned),
+            "whole_attention_even": Run("whole", even),
+            "whole_attention_tuned": Run("whole", tuned),
+            "no_comm": Run("no_comm"),
+        }
+        return {name: run for name, run in every.items() if run.variant in self.bench.variants}
+
+    def rows(self, num_tokens: int, tuned: int) -> list[dict[str, Any]]:
+        """The rows of one token count, one a mode."""
+        runs, out = self.runs(num_tokens, tuned), []
+        for mode in MODES:
+            self.say(f"{num_tokens} tokens, {mode}")
+            errors = self.verify(runs, num_tokens, mode)
+            times = self.time_runs(runs, num_tokens, mode)
+            row: dict[str, Any] = {"num_tokens": num_tokens, "mode": mode, "peer_ms": None}
+            row |= {f"{name}_ms": milliseconds for name, milliseconds in times.items()}
+            row |= {"prefix_even": self.bench.even(num_tokens), "prefix_tuned": tuned}
+            out.append(row | {"error": round(max(errors.values(), default=0.0), 5)})
+            self.say(json.dumps(out[-1]))
+        return out
+
+    def timelines(self, num_tokens: int, tuned: int) -> dict[str, Any]:
+        """One eager step's kernels on this rank: figures of every column, and the kernels of stock and tuned split."""
+        found = {}
+        on_all_ranks(self.comm, "starting the profiler", timeline.start_profiler)
+        for name, run in self.runs(num_tokens, tuned).items():
+            step = self.prepare_all(run, num_tokens, "eager")
+
+            def once(step: Callable[[], None] = step) -> None:
+                self.comm.barrier()
+                step()
+                self.stream.synchronize()
+
+            once()
+            found[name] = timeline.record(once)
+        kernels = {name: timeline.rows(found[name]) for name in ("stock", "tuned_split") if name in found}
+        figures = {name: timeline.summary(of) for name, of in found.items()}
+        return {"num_tokens": num_tokens, "eager": figures, "eager_kernels": kernels}
+
+
+def measure_e2e(bench: E2eBench, comm: CommBackend, cache: Path | None = None) -> dict[str, Any]:
+    """Measure on the ranks of ``comm``, one GPU each; returns the JSON document (on every rank).
+
+    Args:
+        bench: What to measure.
+        comm: The ranks.
+        cache: Folder of TensorRT's timings, kept for the next run; None: a temporary one.
+
+    Raises:
+        TokenWeaveError: on all ranks, where an engine cannot be built or does not compute what stock does.
+    """
+    with tempfile.TemporaryDirectory() as folder, closing(E2eRunner(bench, comm, cache or Path(folder))) as runner:
+        plugin_library().reset_counters()
+        rows, sweep, best = [], [], {}
+        for tokens in bench.tokens:
+            best[tokens], tried = runner.tuned(tokens)
+            sweep += tried
+            rows += runner.rows(tokens, best[tokens])
+        nearest = min(bench.tokens, key=lambda tokens: abs(tokens - 4096))
+        traced = runner.timelines(nearest, best[nearest])
+        engines = runner.engines
+    config = bench.config
+    return {
+        "what": f"prefill of one sequence: {config.num_hidden_layers} layers, hidden {config.hidden_size}, vocabulary "
+        f"{config.vocab_size}, tp_size {comm.size}, {config.dtype}, random weights; ms a step",
+        "method": METHOD,
+        "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
+        "peer": NO_PEER,
+        "engines": {name: running.document() for name, running in engines.items()},
+        "counters": plugin_library().counters(),
+        "rows": rows,
+        "sweep": sweep,
+        "timeline": traced,
+    }
