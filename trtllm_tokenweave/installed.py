@@ -6,6 +6,7 @@ Nothing heavy is imported: packages are asked for by their metadata, programs an
 from __future__ import annotations
 
 import ctypes.util
+import json
 import re
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from trtllm_tokenweave import __version__
 from trtllm_tokenweave.config import Environment
@@ -34,6 +35,11 @@ LIBRARY_PROBE = (
 
 LOAD_PROBE = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
 """Loads a compiled library that tells no version."""
+
+SURFACE_PROBE = (
+    "import sys; sys.path[:] = filter(None, sys.path); from trtllm_tokenweave.trtllm.surface import main; main()"
+)
+"""Checks TensorRT-LLM's names; not by the working folder, which may be its source tree, of which nothing is built."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,7 @@ class Machine:
         library: Path or soname of a shared library known to the system ("nvinfer"), or None.
         environment: Folders that the user pointed at.
         compiled: File of a compiled library of this project, or None.
+        surface: What `trtllm_tokenweave.trtllm.surface.main` prints about TensorRT-LLM, or None when it fails.
     """
 
     distribution: Callable[[str], str | None]
@@ -123,12 +130,14 @@ class Machine:
     library: Callable[[str], str | None]
     environment: Environment = field(default_factory=Environment)
     compiled: Callable[[LibraryName], Path | None] = lambda _: None
+    surface: Callable[[], str | None] = lambda: None
 
 
 def this_machine(environment: Environment) -> Machine:
     """Return the machine that this process runs on."""
     compiled = partial(find_library, environment=environment)
-    return Machine(_distribution, shutil.which, _output, ctypes.util.find_library, environment, compiled)
+    surface = partial(_output, [sys.executable, "-c", SURFACE_PROBE], timeout=300)
+    return Machine(_distribution, shutil.which, _output, ctypes.util.find_library, environment, compiled, surface)
 
 
 def look(machine: Machine) -> list[Finding]:
@@ -142,12 +151,14 @@ def look(machine: Machine) -> list[Finding]:
         _gpus(machine),
         _compiled(machine, _CUDA_LIBRARY, "tokenweave"),
         _compiled(machine, _TRT_PLUGINS, "tokenweave_trt"),
-        _reference(machine),
+        _loadable(machine, _REFERENCE, "tokenweave_reference"),
+        _loadable(machine, _PRELOAD, "tokenweave_preload"),
         _nvcc(machine),
         _package(machine, _CUDA_BINDINGS, ["cuda-bindings"]),
         _package(machine, _TENSORRT, ["tensorrt", "tensorrt_cu13", "tensorrt_cu12", *_BINDINGS]),
         _libnvinfer(machine),
         _package(machine, _TENSORRT_LLM, ["tensorrt_llm"]),
+        _trtllm_build(machine),
         _package(machine, _TORCH, ["torch"]),
     ]
 
@@ -189,6 +200,12 @@ _REFERENCE = Sought(
     "without TensorRT-LLM, networks with its plugins cannot be built into engines, and `bench stack` cannot run",
     _COMPILE,
 )
+_PRELOAD = Sought(
+    "preload",
+    "library for LD_PRELOAD",
+    "servers that do not load the TensorRT plugins by themselves cannot run woven engines",
+    _COMPILE,
+)
 _NVCC = Sought(
     "cuda",
     "CUDA toolkit (nvcc)",
@@ -223,6 +240,12 @@ _TENSORRT_LLM = Sought(
     "trtllm-build cannot be used; this package's own Llama builder and plain TensorRT still work",
     "pip install -e '.[trtllm]'",
     TENSORRT_LLM,
+)
+_TRTLLM_BUILD = Sought(
+    "trtllm_build",
+    "trtllm-build --plugin tokenweave",
+    "trtllm-build builds stock engines only",
+    "install a TensorRT-LLM of a supported version",
 )
 _TORCH = Sought("torch", "PyTorch", "no eager PyTorch ops; engines do not need it", "pip install -e '.[torch]'")
 
@@ -286,14 +309,14 @@ def _compiled(machine: Machine, sought: Sought, name: LibraryName) -> Finding:
     return replace(found, status="ok" if found.version == __version__ else "unsupported", supported=__version__)
 
 
-def _reference(machine: Machine) -> Finding:
-    """The library of TensorRT-LLM's plugins: usable when it loads."""
-    path = machine.compiled("tokenweave_reference")
+def _loadable(machine: Machine, sought: Sought, name: LibraryName) -> Finding:
+    """A library of this project that tells no version: usable when it loads."""
+    path = machine.compiled(name)
     if path is None:
-        return _REFERENCE.found(None)
+        return sought.found(None)
     if machine.output([sys.executable, "-c", LOAD_PROBE, str(path)]) is None:
-        return replace(_REFERENCE.found("that does not load", str(path)), status="unsupported", supported=__version__)
-    return _REFERENCE.found("", str(path))
+        return replace(sought.found("that does not load", str(path)), status="unsupported", supported=__version__)
+    return sought.found("", str(path))
 
 
 def _nvcc(machine: Machine) -> Finding:
@@ -334,6 +357,23 @@ def _libnvinfer_of(version: str, place: str) -> Finding:
     return _LIBNVINFER.found(version, place)
 
 
+def _trtllm_build(machine: Machine) -> Finding:
+    """Whether the installed TensorRT-LLM has every name that its build is woven by; importing it takes a while."""
+    if machine.distribution("tensorrt_llm") is None:
+        return _TRTLLM_BUILD.found(None)
+    try:
+        lines = (machine.surface() or "").strip().splitlines()
+        found: dict[str, Any] = json.loads(lines[-1]) if lines else {"error": "the check does not end", "names": []}
+    except ValueError:
+        found = {"error": f"the check says {lines[-1]!r}", "names": []}
+    lacks = [f"{name['name']} {name['lack']}" for name in found["names"] if name["lack"]]
+    if not found["error"] and not lacks:
+        return _TRTLLM_BUILD.found(f"{len(found['names'])} names as expected")
+    what = found["error"] or f"{len(lacks)} of {len(found['names'])} names differ"
+    unusable = replace(_TRTLLM_BUILD.found(what), status="unsupported", supported="docs/compatibility.md")
+    return replace(unusable, costs="; ".join([unusable.costs, *lacks]))
+
+
 def _distribution(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -341,9 +381,11 @@ def _distribution(name: str) -> str | None:
         return None
 
 
-def _output(command: Sequence[str]) -> str | None:
+def _output(command: Sequence[str], timeout: float = 20) -> str | None:
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout

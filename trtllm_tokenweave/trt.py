@@ -29,7 +29,7 @@ class _Notes:
     """
 
     plugins: dict[str, tuple[PluginKey, Fields]] = field(default_factory=dict)
-    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+    arrays: dict[str, NDArray[Any] | None] = field(default_factory=dict)
 
 
 _NOTES: weakref.WeakKeyDictionary[Any, _Notes] = weakref.WeakKeyDictionary()
@@ -84,6 +84,26 @@ def note_plugin(network: Any, layer: str, key: PluginKey, fields: Fields) -> Non
     """Remember what the layer of that name runs, for a plugin that was not made by :func:`add_plugin`."""
     if not isinstance(network, recorder.RecordedNetwork):
         _notes(network).plugins[layer] = (key, fields)
+
+
+def note_constant(network: Any, layer: str, array: NDArray[Any] | None) -> None:
+    """Remember the values of a constant that was not made by :func:`constant`; None: it is filled in later.
+
+    What stands in the memory of such a constant by now means nothing, and is never read.
+    """
+    _notes(network).arrays[layer] = array
+
+
+def register_plugins(network: Any) -> None:
+    """Make the creators of this project's plugins known to the object model of ``network``.
+
+    Raises:
+        UserError: the plugin library is missing or does not load.
+    """
+    if not isinstance(network, recorder.RecordedNetwork):
+        from trtllm_tokenweave.plugin_library import plugin_library
+
+        plugin_library()
 
 
 def plugin_of(network: Any, layer: Any) -> tuple[PluginKey, Fields]:
@@ -195,7 +215,7 @@ def plugin_fields(key: PluginKey, fields: Mapping[str, FieldValue]) -> list[reco
     """The fields of a plugin with the types that its creator expects."""
     creator = recorder.get_plugin_registry().get_creator(*key)
     listed = {} if creator is None else {f.name: f.type.name for f in creator.spec.fields}
-    kinds = {name: listed.get(name) or _type_of(value) for name, value in fields.items()}
+    kinds = {name: _own_type(value) or listed.get(name) or _type_of(value) for name, value in fields.items()}
     types = recorder.PluginFieldType
     return [recorder.PluginField(n, _field_data(v, kinds[n]), types[kinds[n]]) for n, v in fields.items()]
 
@@ -206,6 +226,12 @@ def _no_creator(key: PluginKey) -> UserError:
 
 
 _NUMPY = {"INT8": np.int8, "INT32": np.int32, "INT64": np.int64, "FLOAT32": np.float32}
+
+
+def _own_type(value: FieldValue) -> str:
+    """Type of a field whose value tells: an array of one of the types that releases of TensorRT-LLM differ in."""
+    dtype = value.dtype if isinstance(value, np.ndarray) else None
+    return next((kind for kind, own in _NUMPY.items() if kind != "INT64" and dtype == own), "")
 
 
 def _type_of(value: FieldValue) -> str:

@@ -111,12 +111,13 @@ def test_compiled_libraries(output: str | None, status: str, version: str) -> No
         assert (found.status, found.version, found.where) == (status, version, where)
 
 
+@pytest.mark.parametrize("key", ["reference", "preload"])
 @pytest.mark.parametrize(("output", "status"), [("", "ok"), (None, "unsupported")])
-def test_reference_library(output: str | None, status: str) -> None:
+def test_compiled_libraries_that_tell_no_version(key: str, output: str | None, status: str) -> None:
     there = machine(outputs={} if output is None else {sys.executable: output})
-    found = finding(replace(there, compiled=lambda name: Path(f"/lib{name}.so")), "reference")
-    assert (found.status, found.where) == (status, "/libtokenweave_reference.so")
-    assert finding(there, "reference").status == "missing"
+    found = finding(replace(there, compiled=lambda name: Path(f"/lib{name}.so")), key)
+    assert (found.status, found.where) == (status, f"/libtokenweave_{key}.so")
+    assert finding(there, key).status == "missing"
 
 
 def test_reference_library_is_loaded(tmp_path: Path) -> None:

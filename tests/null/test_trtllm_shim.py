@@ -1,0 +1,219 @@
+"""A `trtllm-build` on PATH that knows `--plugin tokenweave`, and tuning before a build."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from support import trtllm_double
+from support.trtllm_place import WEAVE, Place, ended, outside, place
+
+from trtllm_tokenweave import shim
+from trtllm_tokenweave.cli.app import main
+from trtllm_tokenweave.cli.tune import tune
+from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.trtllm import tuned
+from trtllm_tokenweave.trtllm.command import run
+
+__all__ = ["place"]  # a fixture
+
+
+# ---- the shim
+
+
+@pytest.fixture
+def stock(tmp_path: Path) -> Path:
+    """TensorRT-LLM's command: says what it was given."""
+    folder = tmp_path / "stock"
+    folder.mkdir()
+    path = folder / "trtllm-build"
+    path.write_text('#!/bin/sh\necho stock "$@"\nexit 7\n')
+    path.chmod(0o755)
+    return path
+
+
+def put_first(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    monkeypatch.setenv("PATH", os.pathsep.join([*map(str, folders), "/usr/bin", "/bin"]))
+
+
+def test_the_shim_comes_and_goes(tmp_path: Path, stock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "ours" / "bin"
+    before = stock.read_bytes()
+    put_first(monkeypatch, folder, stock.parent)
+    assert shim.status(folder).state == "missing"
+    found = shim.install(folder)
+    assert (found.state, found.original, found.first) == ("active", stock, folder / "trtllm-build")
+    assert shim.install(folder) == found  # again
+    put_first(monkeypatch, stock.parent, folder)
+    assert shim.status(folder).state == "shadowed"
+    put_first(monkeypatch, stock.parent)
+    assert shim.status(folder).state == "not on PATH"
+    assert shim.remove(folder)
+    assert not shim.remove(folder)
+    assert not folder.exists()
+    assert stock.read_bytes() == before
+
+
+def test_the_shim_calls_the_original_in_its_place(tmp_path: Path, stock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a folder"
+    put_first(monkeypatch, folder, stock.parent)
+    path = shim.install(folder).path
+    values = {**trtllm_double.environment(tmp_path), "PATH": os.environ["PATH"]}
+    done = ended([str(path), "--checkpoint_dir", "two words", "--help"], values)
+    assert (done.returncode, done.stdout) == (7, "stock --checkpoint_dir two words --help\n")
+
+
+def test_the_shim_weaves_with_the_plugin(tmp_path: Path, stock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, values = outside(tmp_path)
+    folder = tmp_path / "ours"
+    put_first(monkeypatch, folder, stock.parent)
+    path = shim.install(folder).path
+    monkeypatch.chdir(trtllm_double.source_tree(tmp_path))
+    done = ended([str(path), *place.woven("--workers", "2")], {**values, "PATH": os.environ["PATH"]})
+    assert done.returncode == 0, done.stderr
+    assert [place.record(rank)["mode"] for rank in range(2)] == ["weave"] * 2
+
+
+def test_the_shims_python_may_have_any_path(tmp_path: Path, stock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / 'it\'s a "folder"' / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(python))
+    put_first(monkeypatch, tmp_path / "ours", stock.parent)
+    path = shim.install(tmp_path / "ours").path
+    values = {**trtllm_double.environment(tmp_path), "PATH": os.environ["PATH"]}
+    values["PYTHONPATH"] += os.pathsep + os.pathsep.join(filter(None, sys.path))
+    done = ended([str(path), "a"], values)
+    assert (done.returncode, done.stdout) == (7, "stock a\n"), done.stderr
+
+
+def test_the_shim_without_an_original(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "ours"
+    put_first(monkeypatch, folder)
+    path = shim.install(folder).path
+    done = ended([str(path), "--help"], {**trtllm_double.environment(tmp_path), "PATH": os.environ["PATH"]})
+    assert done.returncode == 127
+    assert "not on PATH behind" in done.stderr
+
+
+def test_a_file_of_somebody_else_is_never_touched(stock: Path) -> None:
+    before = stock.read_bytes()
+    for act in (shim.install, shim.remove):
+        with pytest.raises(UserError, match="is not a shim of this package, and stays as it is"):
+            act(stock.parent)
+    assert stock.read_bytes() == before
+
+
+def test_a_link_to_somebody_elses_file_is_never_followed(tmp_path: Path, stock: Path) -> None:
+    folder = tmp_path / "ours"
+    folder.mkdir()
+    (folder / "trtllm-build").symlink_to(stock)
+    with pytest.raises(UserError, match="is not a shim"):
+        shim.install(folder)
+    (folder / "trtllm-build").unlink()
+    (folder / "trtllm-build").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="is not a shim"):
+        shim.remove(folder)
+
+
+def test_other_files_of_the_folder_stay(tmp_path: Path) -> None:
+    shim.install(tmp_path)
+    (tmp_path / "other").touch()
+    assert shim.remove(tmp_path)
+    assert (tmp_path / "other").exists()
+
+
+def test_a_shim_can_be_started_by_everyone(tmp_path: Path) -> None:
+    assert shim.install(tmp_path).path.stat().st_mode & stat.S_IXOTH
+
+
+def test_shim_commands(
+    tmp_path: Path, stock: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    put_first(monkeypatch, stock.parent)
+    folder = tmp_path / "data" / "trtllm_tokenweave" / "bin"
+    assert main(["shim", "install"]) == 0
+    assert f'export PATH="{folder}:$PATH"' in capsys.readouterr().out
+    assert main(["shim", "status", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document == {
+        "path": str(folder / "trtllm-build"),
+        "original": str(stock),
+        "first": str(stock),
+        "state": "not on PATH",
+    }
+    assert main(["shim", "remove", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["removed"] is True
+    assert main(["shim", "remove"]) == 0
+    assert "was not there" in capsys.readouterr().out
+    assert main(["shim", "install", "--folder", str(stock.parent)]) == 2
+
+
+# ---- tuning
+
+
+def fake_mpirun(folder: Path, code: int = 0) -> Path:
+    """An mpirun that notes its words and writes a table where it is told to."""
+    path = folder / "bin" / "mpirun"
+    path.parent.mkdir()
+    table = '{"schema_version": 1, "key": {"tp_size": 2, "hidden_size": 16, "dtype": "float32"}, "min_tokens": 5}'
+    path.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom pathlib import Path\nwords = sys.argv[1:]\n"
+        f"Path({str(folder / 'words')!r}).write_text('\\n'.join(words))\n"
+        f"Path(words[words.index('-o') + 1]).write_text('''{table}''')\nsys.exit({code})\n"
+    )
+    path.chmod(0o755)
+    return path.parent
+
+
+def test_tuning_comes_first_and_the_build_takes_its_table(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_first(monkeypatch, fake_mpirun(place.folder))
+    assert run(place.words(*WEAVE, "--tokenweave_tune", "--max_num_tokens", "3000")) == 0
+    words = (place.folder / "words").read_text().splitlines()
+    assert words[:2] == ["-n", "2"]
+    assert words[5:] == [
+        *("tune", "--checkpoint", str(place.folder / "checkpoint")),
+        *("-o", str(place.out / tuned.TABLE), "--tokens", "1024:2816:256", "--no-symmetric"),
+    ]
+    assert place.record()["table"]["min_tokens"] == 5
+
+
+def test_tuning_that_fails_builds_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_first(monkeypatch, fake_mpirun(place.folder, 3))
+    assert main(["trtllm-build", *place.words(*WEAVE, "--tokenweave_tune")]) == 1
+    assert "tuning failed with exit code 3" in capsys.readouterr().err
+    assert not (place.out / "rank0.engine").exists()
+
+
+@pytest.mark.parametrize("case", ["no mpirun", "below mpirun", "one rank", "few tokens", "no checkpoint"])
+def test_tuning_that_cannot_run_here_says_why(place: Place, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    put_first(monkeypatch, place.folder)
+    more, wanted, fix = [], "mpirun is not installed", "mpirun -n 2 trtllm-tokenweave tune --checkpoint"
+    if case == "below mpirun":
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+        wanted = "below an mpirun"
+    if case == "one rank":
+        place.tp_size, wanted, fix = 1, "tp_size is 1", "leave it out"
+    if case == "few tokens":
+        more, wanted, fix = ["--max_num_tokens", "1000"], "max_num_tokens is 1000", "raise --max_num_tokens"
+    words = [*place.words(*WEAVE, "--tokenweave_tune"), *more]
+    if case == "no checkpoint":
+        words, wanted, fix = [*WEAVE, "--tokenweave_tune"], "needs the model", "--checkpoint_dir"
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    with pytest.raises(UserError, match=wanted) as raised:
+        run(words)
+    assert fix in raised.value.fix
+
+
+def test_the_tuner_takes_these_words() -> None:
+    """They are another command's: it must know them."""
+    assert {"checkpoint", "output", "tokens", "symmetric"} <= set(inspect.signature(tune).parameters)

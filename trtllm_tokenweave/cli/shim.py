@@ -1,0 +1,65 @@
+"""`trtllm-tokenweave shim`: a `trtllm-build` on PATH that also knows `--plugin tokenweave`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trtllm_tokenweave import shim
+from trtllm_tokenweave.cli.console import make_console
+
+app = typer.Typer(help="Put a trtllm-build that knows --plugin tokenweave on PATH, or take it away.")
+
+Folder = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Folder of the shim; default: one of this package's own.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@app.command("install")
+def install(folder: Folder = None, as_json: Json = False) -> None:
+    """Write the shim; TensorRT-LLM's own file stays as it is."""
+    _show(shim.install(_folder(folder)), as_json)
+
+
+@app.command("remove")
+def remove(folder: Folder = None, as_json: Json = False) -> None:
+    """Remove the shim."""
+    path = _folder(folder)
+    removed = shim.remove(path)
+    if as_json:
+        print(json.dumps({"path": str(path / shim.NAME), "removed": removed}))
+    else:
+        make_console().print(f"{path / shim.NAME} {'is removed' if removed else 'was not there'}", markup=False)
+
+
+@app.command("status")
+def status(folder: Folder = None, as_json: Json = False) -> None:
+    """Say whether the shim is there and found, and what is behind it."""
+    _show(shim.status(_folder(folder)), as_json)
+
+
+def _folder(given: Path | None) -> Path:
+    return (shim.default_folder() if given is None else given).absolute()
+
+
+def _show(found: shim.Shim, as_json: bool) -> None:
+    if as_json:
+        places = {name: None if path is None else str(path) for name, path in vars(found).items() if name != "state"}
+        print(json.dumps({**places, "state": found.state}))
+        return
+    console = make_console()
+    meaning = {
+        "missing": "there is no shim; trtllm-tokenweave shim install",
+        "active": "the shell finds it first",
+        "shadowed": f"the shell finds {found.first} first",
+        "not on PATH": "the shell does not find it",
+    }[found.state]
+    console.print(f"{found.path}: {meaning}", markup=False, soft_wrap=True)
+    if found.state in ("shadowed", "not on PATH"):
+        console.print(f'put it first: export PATH="{found.path.parent}:$PATH"', markup=False, soft_wrap=True)
+    behind = "none on PATH" if found.original is None else str(found.original)
+    console.print(f"TensorRT-LLM's own: {behind}", markup=False, soft_wrap=True)

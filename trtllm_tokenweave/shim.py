@@ -1,0 +1,160 @@
+"""A ``trtllm-build`` in a folder of its own, in front of TensorRT-LLM's on PATH; nothing of TensorRT-LLM is changed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trtllm_tokenweave.atomic import replace_file
+from trtllm_tokenweave.config import data_folder, search_path
+from trtllm_tokenweave.errors import UserError
+
+NAME = "trtllm-build"
+
+#: The second line of every shim: what is recognised before a file is replaced or removed.
+MARK = "# shim of trtllm-tokenweave"
+
+#: A program of the shell's that Python takes for a string and an import: so its path may hold spaces, and Python looks
+#: for modules beside it, as for TensorRT-LLM's own command. ``python -m`` would look in the working folder first, and
+#: TensorRT-LLM's source tree has a tensorrt_llm that nobody has built.
+_TEXT = """#!/bin/sh
+{mark}
+'''exec' {python} "$0" "$@"
+' '''
+import sys
+
+from trtllm_tokenweave.shim import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
+"""
+
+State = Literal["missing", "active", "shadowed", "not on PATH"]
+
+
+@dataclass(frozen=True)
+class Shim:
+    """What there is.
+
+    Attributes:
+        path: The shim's file, whether it exists or not.
+        state: "active" where the shell finds it first; "shadowed" where it finds ``first`` before.
+        original: The stock command behind it, None where there is none.
+        first: What the shell finds, None where nothing.
+    """
+
+    path: Path
+    state: State
+    original: Path | None
+    first: Path | None
+
+
+def default_folder() -> Path:
+    """The folder of the shim where the user names none."""
+    return data_folder() / "trtllm_tokenweave" / "bin"
+
+
+def install(folder: Path) -> Shim:
+    """Write the shim, or write it anew.
+
+    Raises:
+        UserError: the folder holds a ``trtllm-build`` of somebody else, or cannot be written to.
+    """
+    path = folder / NAME
+    if path.exists() or path.is_symlink():
+        _check_ours(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot be made: {error.strerror or error}", where=str(folder), fix="name another") from error
+
+    def write(aside: Path) -> None:
+        aside.write_text(_TEXT.format(mark=MARK, python=shlex.quote(sys.executable)))
+
+    replace_file(path, write)
+    path.chmod(path.stat().st_mode | 0o111)
+    return status(folder)
+
+
+def remove(folder: Path) -> bool:
+    """Remove the shim, and the folder where nothing else is in it; returns whether there was one.
+
+    Raises:
+        UserError: the file is somebody else's, or cannot be removed.
+    """
+    path = folder / NAME
+    if not path.exists() and not path.is_symlink():
+        return False
+    _check_ours(path)
+    try:
+        path.unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    except OSError as error:
+        raise UserError(f"cannot be removed: {error.strerror or error}", where=str(path)) from error
+    return True
+
+
+def status(folder: Path) -> Shim:
+    """Whether the shim is there and found, and what is behind it."""
+    path = folder / NAME
+    found = _on_path()
+    first = found[0] if found else None
+    state: State = "missing"
+    if path.is_file() and _is_shim(path):
+        ours = [index for index, other in enumerate(found) if _same(other, path)]
+        state = "not on PATH" if not ours else "shadowed" if ours[0] else "active"
+    return Shim(path, state, _original(), first)
+
+
+def main(argv: Sequence[str]) -> int:
+    """What a shim runs: this package's build with ``--plugin``, else the stock command in this process's place.
+
+    Args:
+        argv: The shim's own path, then the command line.
+    """
+    words = list(argv[1:])
+    if not any(word == "--plugin" or word.startswith(("--plugin=", "--tokenweave_")) for word in words):
+        original = _original()
+        if original is not None:
+            os.execv(original, [str(original), *words])
+        print(f"error: {NAME}: TensorRT-LLM's command is not on PATH behind {argv[0]}", file=sys.stderr)
+        return 127
+    from trtllm_tokenweave.cli.app import main as command
+
+    return command([NAME, *words])
+
+
+def _on_path() -> list[Path]:
+    candidates = (folder / NAME for folder in search_path())
+    return [path for path in candidates if path.is_file() and os.access(path, os.X_OK)]
+
+
+def _original() -> Path | None:
+    return next((path for path in _on_path() if not _is_shim(path)), None)
+
+
+def _is_shim(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4096).split(b"\n")[1:2] == [MARK.encode()]
+    except OSError:
+        return False
+
+
+def _check_ours(path: Path) -> None:
+    if path.is_symlink() or not path.is_file() or not _is_shim(path):
+        what = "is not a shim of this package, and stays as it is"
+        raise UserError(what, where=str(path), fix="name another folder (--folder), in front of this one on PATH")
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
