@@ -111,6 +111,9 @@ ensure_cpp() {
     command -v g++ >/dev/null || needed+=(g++)
     [[ -e /usr/include/gtest/gtest.h ]] || needed+=(libgtest-dev)
     [[ -e /usr/include/nlohmann/json.hpp ]] || needed+=(nlohmann-json3-dev)
+    [[ -e /usr/include/CLI/CLI.hpp ]] || needed+=(libcli11-dev)
+    [[ -e /usr/include/openssl/evp.h ]] || needed+=(libssl-dev)
+    command -v pkg-config >/dev/null || needed+=(pkg-config)
     ((${#needed[@]})) || return 0
     if may_apt && step "${needed[*]} (apt-get)" apt_install "${needed[@]}"; then
         return 0

@@ -298,6 +298,12 @@ class MpiComm:
         """End all ranks at once: what a rank does that fails while others wait for it."""
         self._comm.Abort(code)
 
+    def finalize(self) -> None:
+        """End MPI in this process: for programs whose end does not, such as servers that embed Python; collective."""
+        from mpi4py import MPI
+
+        MPI.Finalize()
+
     def _finish(self, request: Any, tag: str, timeout: float | None = None) -> None:
         """Wait for a request, giving way to other processes on a machine with fewer cores than ranks."""
         limit = self.timeout if timeout is None else timeout
@@ -306,6 +312,8 @@ class MpiComm:
         while not request.Test():
             spins += 1
             if spins > 200:
-                time.sleep(50e-6)
-                if time.monotonic() - start > limit:
+                waited = time.monotonic() - start
+                # Who has waited long has nothing to do: a server's ranks wait for the next request.
+                time.sleep(50e-6 if waited < 0.05 else 1e-3)
+                if waited > limit:
                     raise CommError(f"rank {self.rank} waits in {tag!r}: no answer within {limit:g} s")

@@ -1,0 +1,369 @@
+"""Triton's model repositories and the start of its servers, with stand-ins for mpirun and tritonserver."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_mpirun import fake_mpirun
+
+from trtllm_tokenweave.cli.app import main
+from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.triton.repository import read_repository
+from trtllm_tokenweave.triton.settings import read_settings
+
+# Rank 0 listens as Triton does; all end when they are told to, with shared memory left behind.
+TRITONSERVER = f"""#!{sys.executable}
+import http.server, os, pathlib, signal, sys, threading, time
+words = dict(word.partition("=")[::2] for word in sys.argv[1:])
+region = words["--backend-config"].rpartition("name=")[2]
+signal.signal(signal.SIGTERM, lambda *_: os._exit(int(os.environ.get("STOP_CODE", "0"))))
+(pathlib.Path(os.environ["SHM"]) / (region + "x")).touch()
+if "EARLY" in os.environ:
+    sys.exit(int(os.environ["EARLY"]))
+if "--http-port" in words and "DEAF" not in os.environ:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/v2/health/ready" else 404)
+            self.end_headers()
+        def log_message(self, *words):
+            pass
+    server = http.server.HTTPServer((words["--http-address"], int(words["--http-port"])), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repository"
+    assert main(["triton", "repo", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def start(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Words that start the stand-ins on ports that nothing listens on."""
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    monkeypatch.setenv("SHM", str(shm))
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    for module in ("trtllm_tokenweave.launch", "trtllm_tokenweave.triton.launch"):
+        monkeypatch.setattr(f"{module}.SHARED_MEMORY", shm)
+    server = tmp_path / "tritonserver"
+    server.write_text(TRITONSERVER, encoding="utf-8")
+    server.chmod(0o755)
+    words = ["triton", "launch", str(repository), "-n", "2", "--mpirun", fake_mpirun(tmp_path)]
+    words += ["--tritonserver", str(server)]
+    probes = [socket.socket() for _ in range(3)]
+    for name, probe in zip(("http", "grpc", "metrics"), probes, strict=True):
+        probe.bind(("127.0.0.1", 0))
+        words += [f"--{name}-port", str(probe.getsockname()[1])]
+    for probe in probes:
+        probe.close()
+    return words
+
+
+def _engine(tmp_path: Path, **plugin: Any) -> Path:
+    engine = tmp_path / "engine"
+    engine.mkdir(exist_ok=True)
+    build = {"max_batch_size": 48, "plugin_config": plugin}
+    (engine / "config.json").write_text(json.dumps({"build_config": build}), encoding="utf-8")
+    return engine
+
+
+def _templates(tmp_path: Path) -> Path:
+    """The form of TensorRT-LLM's templates."""
+    folder = tmp_path / "templates"
+    for name, text in {
+        "tensorrt_llm/config.pbtxt": 'backend: "${triton_backend}"\nmax_batch_size: ${triton_max_batch_size}\n'
+        "model_transaction_policy { decoupled: ${decoupled_mode} }\n"
+        'parameters { key: "gpt_model_path" value { string_value: "${engine_dir}" } }\n'
+        'parameters { key: "x" value { string_value: "${enable_chunked_context} ${sink_token_length}" } }\n'
+        "# ${a_comment}\n",
+        "tensorrt_llm/1/model.py": "'${engine_dir} stays here'\n",
+        "preprocessing/config.pbtxt": 'backend: "python"\nname: "${tokenizer_dir}"\n'
+        "count: ${preprocessing_instance_count}\n",
+        "ensemble/config.pbtxt": 'platform: "ensemble"\n',
+    }.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+def _fill(tmp_path: Path, *words: str) -> list[str]:
+    (tmp_path / "tokenizer").mkdir(exist_ok=True)
+    given = ["--templates", str(_templates(tmp_path)), "--engine", str(tmp_path / "engine")]
+    return ["triton", "fill", str(tmp_path / "filled"), *given, "--tokenizer", str(tmp_path / "tokenizer"), *words]
+
+
+# ---- repositories
+
+
+def test_a_repository_says_what_it_was_told(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "repository"
+    engine = tmp_path / 'an "engine"'
+    engine.mkdir()
+    assert main(["triton", "repo", str(folder), "--engine", str(engine), "--max-tokens", "9", "--no-streaming"]) == 0
+    text = (folder / "tokenweave" / "config.pbtxt").read_text()
+    assert "decoupled: false" in text
+    values: dict[str, Any] = {}
+    for line in text.splitlines():
+        if line.startswith("parameters"):
+            name, value = line.split(" key: ")[1].split(" value { string_value: ")
+            values[json.loads(name)] = {"string_value": json.loads(value.removesuffix(" } }"))}
+    settings = read_settings(values)
+    assert (settings.engine_dir, settings.max_tokens, settings.checkpoint) == (engine, 9, None)
+    (model,) = read_repository(folder)
+    assert (model.name, model.backend, model.on_all_ranks) == ("tokenweave", "python", True)
+    compile((folder / "tokenweave" / "1" / "model.py").read_text(), "model.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--engine", "/nowhere"], "--engine /nowhere: does not exist"),
+        (["--engine", "/", "--checkpoint", "/"], "--engine: goes without --checkpoint"),
+        (["--max-tokens", "0"], "max-tokens"),
+    ],
+)
+def test_repositories_that_cannot_be_made(
+    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["triton", "repo", str(tmp_path / "new"), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_with_something_in_it_is_left_alone(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (repository / "tokenweave" / "config.pbtxt").read_bytes()
+    assert main(["triton", "repo", str(repository), "--max-tokens", "3"]) == 2
+    assert "is not empty. Fix: give a new folder" in capsys.readouterr().err
+    assert (repository / "tokenweave" / "config.pbtxt").read_bytes() == before
+
+
+def test_templates_are_filled_from_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = _engine(tmp_path, use_paged_context_fmha=True)
+    assert main(_fill(tmp_path, "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["left"] == ["sink_token_length"]
+    text = (tmp_path / "filled" / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert text.splitlines()[:5] == [
+        'backend: "tensorrtllm"',
+        "max_batch_size: 48",
+        "model_transaction_policy { decoupled: true }",
+        f'parameters {{ key: "gpt_model_path" value {{ string_value: "{engine}" }} }}',
+        'parameters { key: "x" value { string_value: "true ${sink_token_length}" } }',
+    ]
+    assert (tmp_path / "filled" / "tensorrt_llm" / "1" / "model.py").read_text() == "'${engine_dir} stays here'\n"
+    models = {model.name: model.on_all_ranks for model in read_repository(tmp_path / "filled")}
+    assert models == {"ensemble": False, "preprocessing": False, "tensorrt_llm": True}
+
+
+def test_values_of_the_command_line_come_first(tmp_path: Path) -> None:
+    _engine(tmp_path)
+    assert main(_fill(tmp_path, "--set", "triton_max_batch_size=7", "--set", "sink_token_length=a=b")) == 0
+    text = (tmp_path / "filled" / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert "max_batch_size: 7\n" in text
+    assert '"false a=b"' in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--set", "x"], "--set x: has no ="),
+        (["--set", "wrong=1"], "--set wrong: is no placeholder of these templates"),
+        (["--templates", "/nowhere"], "/nowhere: holds no tensorrt_llm/config.pbtxt"),
+        (["--tokenizer", "/nowhere"], "/nowhere: is no folder"),
+        (["--engine", "/nowhere"], "/nowhere/config.json: is no engine of trtllm-build"),
+    ],
+)
+def test_templates_that_cannot_be_filled(
+    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _engine(tmp_path)
+    assert main(_fill(tmp_path, *words)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "filled").exists()
+
+
+def test_a_value_that_must_be_given_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _engine(tmp_path)
+    words = _fill(tmp_path)
+    (tmp_path / "templates" / "ensemble" / "config.pbtxt").write_text('platform: "ensemble"\nsize: ${some_size}\n')
+    assert main(words) == 2
+    assert "${some_size} has no value. Fix: fill it: triton fill --set some_size=VALUE" in capsys.readouterr().err
+    assert main([*words, "--set", "some_size=1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "holds no model"),
+        ('name: "m"\n', "names no backend"),
+        ('backend: "python"\nmax_batch_size: ${size}\n', "${size} has no value"),
+        ('backend: "python"\n', "has no version folder"),
+    ],
+)
+def test_repositories_that_triton_could_not_load(tmp_path: Path, config: str | None, message: str) -> None:
+    with pytest.raises(UserError, match="is no folder"):
+        read_repository(tmp_path / "nowhere")
+    if config is not None:
+        (tmp_path / "m").mkdir()
+        (tmp_path / "m" / "config.pbtxt").write_text(config)
+    with pytest.raises(UserError) as caught:
+        read_repository(tmp_path)
+    assert message in str(caught.value)
+
+
+# ---- servers
+
+
+def test_the_command_that_would_be_started(
+    start: list[str], repository: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*start, "-n", "3", "--server-arg=--log-verbose=1", "--dry-run", "--address", "0.0.0.0"]) == 0
+    said = shlex.split(capsys.readouterr().out)
+    parts = " ".join(said[said.index(str(tmp_path / "mpirun")) :]).split(" : ")
+    assert len(parts) == 3
+    region = f"--backend-config=python,shm-region-prefix-name=tokenweave_{os.getpid()}_"
+    for rank, part in enumerate(parts):
+        assert f"-n 1 {tmp_path / 'tritonserver'} --model-repository={repository}" in part
+        assert f"{region}{rank}_" in part
+        assert "--log-verbose=1" in part
+        assert ("--load-model=tokenweave" in part) == ("--allow-http=false" in part) == (rank > 0)
+        assert ("--http-address=0.0.0.0" in part) == (rank == 0)
+    assert not list((tmp_path / "shm").iterdir())  # nothing ran
+
+
+@pytest.mark.parametrize(
+    ("variables", "code"),
+    [
+        ({}, 0),
+        ({"STOP_CODE": "3"}, 1),
+        # Stopped before it is ready, when a server still dies of the signal.
+        ({"STOP_CODE": "3", "DEAF": "1"}, 0),
+        # A proxy that nothing of this machine is to be asked through.
+        ({"http_proxy": "http://127.0.0.1:9", "no_proxy": ""}, 0),
+    ],
+    ids=["clean", "failing", "early", "proxy"],
+)
+def test_servers_run_until_they_are_stopped(
+    start: list[str],
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    code: int,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    said = ""
+
+    def stop() -> None:
+        nonlocal said
+        end = time.monotonic() + 60
+        while len(list((tmp_path / "shm").iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.02)
+        while "DEAF" not in variables and "ready after" not in said and time.monotonic() < end:
+            time.sleep(0.02)
+            said += capfd.readouterr().err
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    # Where the launcher ended early, the signal must not reach the tests.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    found = main(start)
+    stopper.join()
+    signal.signal(signal.SIGTERM, before)
+    said += capfd.readouterr().err
+    assert found == code
+    assert ("ready after" in said) == ("DEAF" not in variables)
+    assert ("the servers ended with code 3; their last messages say why" in said) == bool(code)
+    assert f"http 127.0.0.1:{start[start.index('--http-port') + 1]}" in said or "DEAF" in variables
+    assert not list((tmp_path / "shm").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words", "message"),
+    [
+        ("EARLY", "5", [], "the servers ended with code 5 before they were ready"),
+        ("DEAF", "1", ["--ready-seconds", "0.2"], "the servers were not ready within 0.2 s"),
+    ],
+)
+def test_servers_that_do_not_come_up(
+    start: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    variable: str,
+    value: str,
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert main([*start, *words]) == 1
+    assert message in capfd.readouterr().err
+    assert not list((tmp_path / "shm").iterdir())
+
+
+def test_a_taken_port_is_named(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main([*start, "--grpc-port", port]) == 2
+    assert f"--grpc-port {port}: cannot be used on 127.0.0.1: Address already in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tritonserver", "/nowhere/tritonserver"], "/nowhere/tritonserver: is no program on this machine"),
+        (["--mpirun", "/nowhere/mpirun"], "/nowhere/mpirun: is no program on this machine"),
+        (["--rank-model", "other"], "--rank-model: 'other' is not one of tokenweave"),
+        (["--preload", "/nowhere.so"], "/nowhere.so: is not there, and without it TensorRT-LLM's runtime"),
+    ],
+)
+def test_what_cannot_be_started(
+    start: list[str], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*start, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_it_must_be_clear_what_all_ranks_load(start: list[str], repository: Path) -> None:
+    (repository / "tokenweave").rename(repository / "mine")
+    assert main([*start, "--dry-run"]) == 2
+    assert main([*start, "--dry-run", "--rank-model", "mine"]) == 0
+    assert main([*start, "--dry-run", "-n", "1"]) == 0
+
+
+def test_tensorrt_llms_models_are_given_our_plugins(
+    start: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _engine(tmp_path)
+    assert main(_fill(tmp_path)) == 0
+    start[2] = str(tmp_path / "filled")
+    library = tmp_path / "libtokenweave_preload.so"
+    monkeypatch.setattr("trtllm_tokenweave.triton.launch.find_library", {"tokenweave_preload": library}.get)
+    assert main([*start, "--dry-run"]) == 2
+    assert "libtokenweave_preload.so: is not there" in capsys.readouterr().err
+    library.touch()
+    assert main([*start, "--dry-run"]) == 0
+    command = capsys.readouterr().out
+    assert command.count(f"-x LD_PRELOAD={library} ") == 2
+    assert command.count("--load-model=tensorrt_llm") == 1
+    assert main([*start, "--dry-run", "--no-preload"]) == 0
+    assert "LD_PRELOAD" not in capsys.readouterr().out

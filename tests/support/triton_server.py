@@ -1,0 +1,118 @@
+"""A Triton server under mpirun, as a user starts it, and what it must not leave behind."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+SECONDS = 300.0
+"""Longest wait for anything. Machines that many share are slow: only what never comes is a failure."""
+
+COMMAND = (sys.executable, "-m", "trtllm_tokenweave.cli.entry")
+
+
+def tritonserver() -> str | None:
+    """The server: on PATH, or beside this Python (build_scripts/fetch_sdk tritonserver)."""
+    return shutil.which("tritonserver") or shutil.which(str(Path(sys.prefix) / "tritonserver"))
+
+
+def wait_until(what: str, holds: Callable[[], bool], seconds: float = SECONDS) -> None:
+    """Wait for a condition; fails with ``what`` when it never comes."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
+        time.sleep(0.1)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in sockets]
+
+
+class Server:
+    """Makes a repository and starts `triton launch` on it.
+
+    Args:
+        folder: For the repository and the log.
+        ranks: Servers under mpirun.
+        repository_options: Options of `triton repo`.
+    """
+
+    def __init__(self, folder: Path, ranks: int, *repository_options: str) -> None:
+        self.log_file = folder / "log.txt"
+        repository = folder / "repository"
+        subprocess.run([*COMMAND, "triton", "repo", str(repository), *repository_options], check=True)
+        self.http, self.grpc, self.metrics = free_ports(3)
+        words = ["triton", "launch", str(repository), "--ranks", str(ranks), "--tritonserver", str(tritonserver())]
+        words += ["--http-port", str(self.http), "--grpc-port", str(self.grpc), "--metrics-port", str(self.metrics)]
+        with self.log_file.open("w") as log:
+            self.process = subprocess.Popen([*COMMAND, *words], stdout=log, stderr=subprocess.STDOUT)
+
+    @property
+    def log(self) -> str:
+        """What launcher and servers have said, without Triton's tables."""
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        return "\n".join(line for line in lines if not line.startswith(("|", "+")))
+
+    def wait_ready(self) -> None:
+        """Wait for the launcher's word."""
+        wait_until("ready", lambda: "ready after" in self.log or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send the launcher a signal and return its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(SECONDS)
+
+    def processes(self) -> dict[int, list[str]]:
+        """Command lines of all processes of this server's ranks, by process id."""
+        return {pid: words for pid, words in _processes().items() if any(self.region in word for word in words)}
+
+    def backend(self, rank: int) -> int:
+        """Process of a rank's model."""
+        (found,) = [
+            pid
+            for pid, words in self.processes().items()
+            if words[0].endswith("_stub") and any(f"{self.region}{rank}_" in word for word in words)
+        ]
+        return found
+
+    @property
+    def region(self) -> str:
+        """Beginning of the names of the servers' shared memory."""
+        return f"tokenweave_{self.process.pid}_"
+
+    def left_behind(self, shared_memory_before: Sequence[str]) -> list[str]:
+        """Processes and shared memory that should be gone."""
+        gone = [" ".join(words)[:200] for words in self.processes().values()]
+        new = set(shared_memory()) - set(shared_memory_before)
+        return gone + sorted(name for name in new if name.startswith(("tokenweave_", "vader_", "sm_segment")))
+
+
+def shared_memory() -> list[str]:
+    """Names of POSIX shared memory."""
+    return [path.name for path in Path("/dev/shm").iterdir()]
+
+
+def _processes() -> dict[int, list[str]]:
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if words[0]:
+            found[int(path.parent.name)] = words
+    return found

@@ -1,0 +1,1 @@
+"""Triton Inference Server: model repositories, the Python backend's model, and starting servers under mpirun."""

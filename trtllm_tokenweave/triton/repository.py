@@ -1,0 +1,239 @@
+"""Triton model repositories: writing ours, filling TensorRT-LLM's templates, and reading what a server is to load."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtllm_tokenweave.atomic import check_folder
+from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.triton.settings import Settings
+
+MODEL = "tokenweave"
+"""Name of the model that serves without TensorRT-LLM."""
+
+#: Where NVIDIA's containers of Triton with TensorRT-LLM keep the templates.
+CONTAINER_TEMPLATES = Path("/app/all_models/inflight_batcher_llm")
+
+_MODEL_FILE = '''\
+"""Triton's Python backend looks for the class here; it is the package's."""
+
+from trtllm_tokenweave.triton.model import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+
+_PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
+
+#: Values of the templates' placeholders that fit every woven engine; the engine and the command line add the rest.
+_TEMPLATE_VALUES = {
+    "triton_backend": "tensorrtllm",
+    "batching_strategy": "inflight_fused_batching",
+    "max_queue_delay_microseconds": "0",
+    "max_queue_size": "0",
+    "max_beam_width": "1",
+    "preprocessing_instance_count": "1",
+    "postprocessing_instance_count": "1",
+    "bls_instance_count": "1",
+    "accumulate_tokens": "false",
+    "exclude_input_in_output": "true",
+    "skip_special_tokens": "true",
+    "add_special_tokens": "true",
+    "tensorrt_llm_model_name": "tensorrt_llm",
+    "logits_datatype": "TYPE_FP32",
+    "encoder_input_features_data_type": "TYPE_FP16",
+    "prompt_embedding_table_data_type": "TYPE_FP16",
+}
+
+
+def write_repository(folder: Path, settings: Settings, *, streaming: bool) -> None:
+    """Make a model repository with the model `tokenweave`.
+
+    Args:
+        folder: The repository; must be new or empty.
+        settings: What its config.pbtxt says; paths are made absolute.
+        streaming: Decoupled mode: any number of responses a request.
+
+    Raises:
+        UserError: the folder holds something, or cannot be written.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("trtllm_tokenweave", "templates"),
+        autoescape=False,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["quoted"] = _quoted
+    parameters = {name: _text(value) for name, value in settings if value is not None}
+    text = environment.get_template("triton_config.pbtxt.j2").render(streaming=streaming, parameters=parameters)
+    _write(folder, {f"{MODEL}/config.pbtxt": text, f"{MODEL}/1/model.py": _MODEL_FILE})
+
+
+def fill_templates(
+    folder: Path, templates: Path, engine: Path, tokenizer: Path, values: Mapping[str, str], *, streaming: bool
+) -> list[str]:
+    """Make a model repository for TensorRT-LLM's backend from the templates of the installed version.
+
+    Args:
+        folder: The repository; must be new or empty.
+        templates: Folder of the templates, with tensorrt_llm/config.pbtxt.
+        engine: Folder that trtllm-build wrote.
+        tokenizer: Folder of the Hugging Face tokenizer.
+        values: More values of placeholders; they come first.
+        streaming: Decoupled mode.
+
+    Returns:
+        Placeholders that were left as they are, inside strings: the backend takes its own defaults for them.
+
+    Raises:
+        UserError: a folder is not what it should be, a value names no placeholder, or a placeholder that needs a value
+            has none.
+    """
+    if not (templates / "tensorrt_llm" / "config.pbtxt").is_file():
+        raise UserError(
+            "holds no tensorrt_llm/config.pbtxt",
+            where=str(templates),
+            fix="give TensorRT-LLM's folder all_models/inflight_batcher_llm as --templates",
+        )
+    known = _TEMPLATE_VALUES | _engine_values(engine) | {"decoupled_mode": _text(streaming)}
+    known |= {"engine_dir": str(engine.resolve()), "tokenizer_dir": str(tokenizer.resolve()), **values}
+    files: dict[str, str] = {}
+    used: set[str] = set()
+    left: set[str] = set()
+    for path in sorted(p for p in templates.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
+        text = path.read_text(encoding="utf-8")
+        if path.name == "config.pbtxt":
+            used |= set(_PLACEHOLDER.findall(text)) & set(known)
+            text = _PLACEHOLDER.sub(lambda match: known.get(match[1], match[0]), text)
+            left |= _unfilled(text, str(path))
+        files[str(path.relative_to(templates))] = text
+    unknown = sorted(set(values) - used)
+    if unknown:
+        raise UserError(
+            "is no placeholder of these templates", where=f"--set {unknown[0]}", fix="see their config.pbtxt"
+        )
+    if not tokenizer.is_dir():
+        raise UserError("is no folder", where=str(tokenizer), fix="give the folder of the Hugging Face tokenizer")
+    _write(folder, files)
+    return sorted(left)
+
+
+@dataclass(frozen=True)
+class TritonModel:
+    """A model of a repository.
+
+    Attributes:
+        name: Its folder.
+        backend: What its config.pbtxt names.
+    """
+
+    name: str
+    backend: str
+
+    @property
+    def on_all_ranks(self) -> bool:
+        """Whether every rank loads it; other models (tokenizers, ensembles) are rank 0's."""
+        return self.name == MODEL or self.name == "tensorrt_llm" or self.backend == "tensorrtllm"
+
+
+def read_repository(folder: Path) -> list[TritonModel]:
+    """The models of a repository.
+
+    Raises:
+        UserError: it is none, or a model of it could not be loaded.
+    """
+    fix = "make one with trtllm-tokenweave triton repo, or triton fill"
+    if not folder.is_dir():
+        raise UserError("is no folder", where=str(folder), fix=fix)
+    models = []
+    for config in sorted(folder.glob("*/config.pbtxt")):
+        text = config.read_text(encoding="utf-8", errors="replace")
+        _unfilled(text, str(config))
+        found = re.search(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', text, re.MULTILINE)
+        if found is None:
+            raise UserError("names no backend", where=str(config), fix='add backend: "python", or what it is')
+        versions = [path for path in config.parent.iterdir() if path.is_dir() and path.name.isdigit()]
+        if not versions:
+            raise UserError("has no version folder", where=str(config.parent), fix=f"make {config.parent / '1'}")
+        models.append(TritonModel(config.parent.name, found[1]))
+    if not models:
+        raise UserError("holds no model: no folder of it has a config.pbtxt", where=str(folder), fix=fix)
+    return models
+
+
+def _engine_values(engine: Path) -> dict[str, str]:
+    """Values that TensorRT-LLM's engine folder decides."""
+    path = engine / "config.json"
+    try:
+        build = json.loads(path.read_text(encoding="utf-8"))["build_config"]
+        chunked = bool(build.get("plugin_config", {}).get("use_paged_context_fmha"))
+        return {"triton_max_batch_size": str(int(build["max_batch_size"])), "enable_chunked_context": _text(chunked)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"is no engine of trtllm-build ({type(error).__name__}: {error})",
+            where=str(path),
+            fix="give the folder that trtllm-build wrote",
+        ) from error
+
+
+def _unfilled(text: str, where: str) -> set[str]:
+    """Placeholders inside strings. Those outside make a file that Triton cannot read: refused."""
+    bare = _PLACEHOLDER.search(re.sub(r'"[^"\n]*"|#.*', "", text))
+    if bare is not None:
+        raise UserError(f"{bare[0]} has no value", where=where, fix=f"fill it: triton fill --set {bare[1]}=VALUE")
+    return set(_PLACEHOLDER.findall(re.sub("#.*", "", text)))
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the files beside the folder, then give them its name."""
+    check_folder(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError("is not empty", where=str(folder), fix="give a new folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as aside:
+            made = Path(aside) / "repository"
+            for name, text in files.items():
+                (made / name).parent.mkdir(parents=True, exist_ok=True)
+                (made / name).write_text(text, encoding="utf-8")
+            # Triton wants a version folder of every model; those of ensembles are empty.
+            for config in made.glob("*/config.pbtxt"):
+                (config.parent / "1").mkdir(exist_ok=True)
+            if folder.exists():
+                folder.rmdir()
+            shutil.move(made, folder)
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror or error}", where=str(folder)) from error
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value.resolve()) if isinstance(value, Path) else str(value)
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def set_values(pairs: Sequence[str]) -> dict[str, str]:
+    """``NAME=VALUE`` words as a mapping.
+
+    Raises:
+        UserError: one has no ``=``.
+    """
+    wrong = next((pair for pair in pairs if "=" not in pair), None)
+    if wrong is not None:
+        raise UserError("has no =", where=f"--set {wrong}", fix="as in --set max_queue_size=100")
+    return {pair.partition("=")[0]: pair.partition("=")[2] for pair in pairs}

@@ -1,0 +1,116 @@
+"""The generator and the tokenizer behind the model `tokenweave`: TensorRT engines, or the CPU interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from trtllm_tokenweave.agreement import on_all_ranks
+from trtllm_tokenweave.checkpoint import Checkpoint, Tokenizer, open_checkpoint, require_tokenizer, smollm2_gguf
+from trtllm_tokenweave.checkpoint.tokenizer import load_folder_tokenizer
+from trtllm_tokenweave.comm import CommBackend
+from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.mapping import Mapping
+from trtllm_tokenweave.runner import GenerationLimits, Generator
+from trtllm_tokenweave.triton.settings import Settings
+
+
+@dataclass(frozen=True)
+class Source:
+    """What serves requests on one rank."""
+
+    generator: Generator
+    tokenizer: Tokenizer
+    what: str
+
+
+@contextmanager
+def open_source(settings: Settings, comm: CommBackend) -> Iterator[Source]:
+    """Load this rank's part of the model; collective over ``comm``, whose time limit is that of loading.
+
+    Yields:
+        The source; at the end of the ``with`` what it holds is given back.
+
+    Raises:
+        UserError, TokenWeaveError: on all ranks, when a file of one is missing, damaged or does not fit.
+    """
+    if settings.engine_dir is not None:
+        with _open_engine(settings, comm) as source:
+            yield source
+    else:
+        yield on_all_ranks(comm, "loading the checkpoint", lambda: _open_checkpoint(settings, comm))
+
+
+@contextmanager
+def _open_engine(settings: Settings, comm: CommBackend) -> Iterator[Source]:
+    from trtllm_tokenweave.decoder import TOKENIZER, DecoderModel, register_decoder_plugins
+    from trtllm_tokenweave.device import current_gpu, use_device
+    from trtllm_tokenweave.engine import Engine
+    from trtllm_tokenweave.engine_runner import engine_generator, engine_limits, engine_step
+    from trtllm_tokenweave.tensorrt_module import tensorrt
+
+    folder = settings.engine_dir
+    assert folder is not None
+    place = settings.tokenizer_dir or folder / TOKENIZER
+    tokenizer = on_all_ranks(comm, "loading the tokenizer", lambda: _folder_tokenizer(place))
+
+    def prepare() -> None:
+        current_gpu()
+        use_device(comm.rank)
+        tensorrt()
+        register_decoder_plugins(comm.size)
+
+    on_all_ranks(comm, "loading the plugins", prepare)
+    engine = Engine.load(folder, comm)
+    model = on_all_ranks(comm, "reading the engine's model", lambda: DecoderModel.of_engine(engine, folder))
+    limits = engine_limits(model, max_new_tokens=settings.max_tokens, eos_ids=tokenizer.eos_ids)
+    with engine_step(engine, model, limits) as step:
+        yield Source(engine_generator(step, limits), tokenizer, f"engines of {folder}, {engine.manifest.mode}")
+
+
+def _folder_tokenizer(folder: Path) -> Tokenizer:
+    tokenizer = load_folder_tokenizer(folder)
+    if tokenizer is None:
+        raise UserError(
+            "there is no tokenizer.json", where=str(folder), fix="give the model's Hugging Face folder as tokenizer_dir"
+        )
+    return tokenizer
+
+
+def _open_checkpoint(settings: Settings, comm: CommBackend) -> Source:
+    """The network as the demo makes it, woven where there are ranks to overlap, run by the CPU interpreter."""
+    from trtllm_tokenweave.demo import DemoOptions
+    from trtllm_tokenweave.demo.model import demo_table
+    from trtllm_tokenweave.interpreter import ExecutionContext
+    from trtllm_tokenweave.llama import NetworkOptions, build_llama
+    from trtllm_tokenweave.passes import WeaveOptions, weave
+    from trtllm_tokenweave.recorder import RecordedNetwork
+    from trtllm_tokenweave.runner import make_generator
+
+    checkpoint: Checkpoint = open_checkpoint(settings.checkpoint or smollm2_gguf(), dtype="float32")
+    place = settings.tokenizer_dir
+    tokenizer = require_tokenizer(checkpoint) if place is None else _folder_tokenizer(place)
+    limits = GenerationLimits(
+        max_num_tokens=settings.max_num_tokens,
+        max_batch_size=settings.max_batch_size,
+        max_seq_len=settings.max_seq_len,
+        max_new_tokens=settings.max_tokens,
+        eos_ids=tokenizer.eos_ids,
+    )
+    mapping = Mapping(comm.size, comm.rank, comm.size)
+    options = NetworkOptions(
+        max_batch_size=limits.max_batch_size, max_num_tokens=limits.max_num_tokens, max_seq_len=limits.max_seq_len
+    )
+    network = RecordedNetwork(checkpoint.source)
+    weights = checkpoint.rank_weights(mapping, only_this_rank=comm.size > 1)
+    build_llama(network, checkpoint.config, mapping, weights, options)
+    mode = "stock"
+    if comm.size > 1:
+        table = demo_table(checkpoint, DemoOptions(tp_size=comm.size))
+        result = weave(network, WeaveOptions(mapping, table, limits.max_batch_size, limits.max_num_tokens))
+        mode = result.mode
+    context = ExecutionContext(network, comm)
+    generator = make_generator([context], checkpoint.config, comm.size, limits)
+    return Source(generator, tokenizer, f"{checkpoint.source} on the CPU interpreter, {mode}")
