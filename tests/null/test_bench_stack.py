@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,8 +15,10 @@ from support.models import small
 from support.stack import run
 
 from trtllm_tokenweave.bench import stack as stack_module
+from trtllm_tokenweave.bench import timeline
 from trtllm_tokenweave.bench.stack import StackBench, StackRunner
 from trtllm_tokenweave.bench.stack_network import VARIANTS, Gemm, Stack, Variant
+from trtllm_tokenweave.bench.timeline import Kernel
 from trtllm_tokenweave.comm import CommBackend, LocalComm, SingleComm, run_ranks
 from trtllm_tokenweave.device import CudaError
 from trtllm_tokenweave.errors import TokenWeaveError
@@ -23,6 +26,7 @@ from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.network import Graph
 from trtllm_tokenweave.passes import WeaveOptions, verify
 from trtllm_tokenweave.patterns import is_all_reduce
+from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM
 from trtllm_tokenweave.recorder import RecordedNetwork
 from trtllm_tokenweave.step_graphs import StepCounters
 from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow, TuningTable
@@ -43,6 +47,18 @@ def networks(variant: Variant) -> list[RecordedNetwork]:
         assert stack(rank).build(network, variant).mode == modes[variant]
         assert verify(network) == []
     return made
+
+
+def test_engines_of_one_process_carry_different_tables() -> None:
+    """Also of a table without SM targets: the plugins' groups of ranks are told apart by them."""
+    carried = []
+    for gemm in ("trt", "budget"):
+        network = RecordedNetwork()
+        stack(0).build(network, "woven", gemm)
+        layers = [n for n in Graph(network).live if n.plugin_name == ALL_REDUCE_RMS_NORM]
+        carried.append({bytes(n.fields["table"]) for n in layers})  # type: ignore[arg-type]
+    assert [len(tables) for tables in carried] == [1, 1]
+    assert carried[0] != carried[1]
 
 
 def test_all_variants_but_no_comm_compute_the_same() -> None:
@@ -113,6 +129,7 @@ class Prepared(StackRunner):
         self.comm = comm
         self.stream = cast("Any", SimpleNamespace(synchronize=self.fail))
         self.closed: list[str] = []
+        self.launches = {}
         self.engines = {name: self.running(name, captures) for name in ("stock", "fuse_only")}
 
     def running(self, name: str, captures: bool) -> Any:
@@ -150,6 +167,7 @@ class Timed(StackRunner):
         self.comm, self.started, self.times, self.errors = comm, 0.0, times, errors or {}
         self.bench = StackBench(stack(comm.rank), (1024,), (1,))
         self.engines = dict.fromkeys(times)  # type: ignore[assignment]
+        self.launches = {}
         self.order: list[str] = []
 
     def queue(self, name: str, *_: Any) -> Any:
@@ -208,6 +226,94 @@ def test_an_engine_that_differs_from_stock_is_not_timed(error: float) -> None:
     assert not any(runner.order for runner in runners)
 
 
+class Swept(Timed):
+    """A runner whose woven engines take as long as the SMs that their launch asks for."""
+
+    def queue(self, name: str, tokens: int, mode: Any = "eager") -> Any:
+        launch = self.launches.get((name, tokens))
+        if launch is not None:
+            self.times[name] = float(launch.ctas if name == "woven_trt" else launch.gemm_sms)
+        return super().queue(name, tokens, mode)
+
+
+def swept(**errors: float) -> Swept:
+    runner = Swept(dict(TIMES), SingleComm(), errors)
+    row = TableRow(tokens=Bucket(lo=1), mode="weave", mlp=LaunchConfig(ctas=8, threads=512, gemm_sms=120))
+    table = TABLE.model_copy(update={"rows": (row,)})
+    woven = Stack(CONFIG, WeaveOptions(Mapping(2, 0, 2), table, 8, 128))
+    runner.bench = StackBench(woven, (1024,), (1,), sweep_ctas=(4, 16))
+    return runner
+
+
+def test_each_engine_keeps_what_was_best_in_the_sweep() -> None:
+    runner = swept()
+    assert runner.sweep(1024) == [
+        {"num_tokens": 1024, "ctas": 4, "gemm_sms": 124, "woven_trt_ms": 4.0, "woven_budget_ms": 124.0},
+        {"num_tokens": 1024, "ctas": 16, "gemm_sms": 112, "woven_trt_ms": 16.0, "woven_budget_ms": 112.0},
+    ]
+    best = {"woven_trt": LaunchConfig(ctas=4, threads=512, gemm_sms=124)}
+    best["woven_budget"] = LaunchConfig(ctas=16, threads=512, gemm_sms=112)
+    assert runner.launches == {(name, 1024): launch for name, launch in best.items()}
+    rows = runner.rows(1024)
+    assert [(r["gemm"], r["ctas"], r["gemm_sms"], r["woven_ms"]) for r in rows if r["mode"] == "graph"] == [
+        ("trt", 4, 0, 4.0),
+        ("budget", 16, 112, 112.0),
+    ]
+
+
+def test_nothing_is_swept_where_a_table_says_what_to_do() -> None:
+    runner = swept()
+    runner.bench = replace(runner.bench, sweep_ctas=())
+    assert runner.sweep(1024) == []
+    assert not runner.launches
+
+
+def test_a_wrong_result_ends_a_sweep() -> None:
+    with pytest.raises(TokenWeaveError, match="woven_trt differs from stock"):
+        swept(woven_trt=0.2).sweep(1024)
+
+
+class Profiled(Timed):
+    """A runner whose steps can be waited for."""
+
+    def __init__(self, comm: CommBackend) -> None:
+        super().__init__(dict(TIMES), comm)
+        self.stream = cast("Any", SimpleNamespace(synchronize=lambda: None))
+
+
+def test_every_rank_has_started_its_profiler_before_the_first_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def record(run: Callable[[], None]) -> list[Kernel]:
+        events.append("record")
+        run()
+        return [Kernel("gemm", 7, 0.0, 10.0, 132)]
+
+    monkeypatch.setattr(timeline, "start_profiler", lambda: events.append("start"))
+    monkeypatch.setattr(timeline, "record", record)
+    first, second = on_two_ranks(lambda comm: Profiled(comm).timelines(4096))
+    assert events == ["start"] * 2 + ["record"] * 2 * 2 * len(TIMES)
+    assert first == second
+    assert set(first) == {"num_tokens", "eager", "eager_kernels", "graph", "graph_kernels"}
+    assert set(first["graph_kernels"]) == {"stock", "woven_trt", "woven_budget"}
+
+
+def test_a_profiler_that_does_not_start_on_one_rank_is_every_ranks_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = iter([True, False])  # one of them, whichever asks second
+
+    def start() -> None:
+        if not next(starts):
+            raise TokenWeaveError("no CUPTI")
+
+    def job(comm: CommBackend) -> None:
+        with pytest.raises(TokenWeaveError, match="no CUPTI"):
+            Profiled(comm).timelines(4096)
+
+    monkeypatch.setattr(timeline, "start_profiler", start)
+    monkeypatch.setattr(timeline, "record", lambda _: pytest.fail("recorded"))
+    on_two_ranks(job)
+
+
 class Library:
     """Notes overrides, as the plugin library would take them."""
 
@@ -218,21 +324,14 @@ class Library:
         self.launches.append(launch)
 
 
-@pytest.mark.parametrize("error", [0.0, 0.2])
-def test_a_sweep_puts_the_tables_launch_back(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
-    library = Library()
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_step_is_queued_or_captured_with_its_own_launch(monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
+    library, own = Library(), LaunchConfig(ctas=4)
     monkeypatch.setattr(stack_module, "plugin_library", lambda: library)
-    runner = Timed(TIMES, SingleComm(), {"woven_trt": error})
-    row = TableRow(tokens=Bucket(lo=1), mode="weave", mlp=LaunchConfig(ctas=8, threads=512, gemm_sms=120))
-    table = TABLE.model_copy(update={"rows": (row,)})
-    woven = Stack(CONFIG, WeaveOptions(Mapping(2, 0, 2), table, 8, 128))
-    runner.bench = StackBench(woven, (1024,), (1,), sweep_ctas=(4, 16))
-    if error:
-        with pytest.raises(TokenWeaveError, match="woven_trt differs from stock"):
-            runner.sweep(1024)
-    else:
-        rows = [{"num_tokens": 1024, "ctas": ctas, "woven_ms": 8.0} for ctas in (4, 16)]
-        assert runner.sweep(1024) == rows
-    tried = [(found.ctas, found.threads, found.gemm_sms) for found in library.launches if found is not None]
-    assert tried == [(4, 512, 120), (16, 512, 120)][: 1 if error else 2]
-    assert library.launches[-1] is None
+    runner = Prepared(SingleComm())
+    for running in runner.engines.values():
+        cast("Any", running.context).__dict__.update(bind=lambda *_: None, enqueue=lambda *_: None)
+    runner.launches["stock", 64] = own
+    runner.queue("stock", 64, mode)()
+    runner.queue("fuse_only", 64, mode)()
+    assert library.launches == ([own, own, None, None] if mode == "eager" else [own, None])

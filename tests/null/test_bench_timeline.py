@@ -24,6 +24,8 @@ def test_a_trace_becomes_kernels_in_order() -> None:
         ]
     }
     assert parse(trace) == [Kernel("a", 9, 0.0, 20.0), Kernel("b", 7, 10.0, 15.0)]
+    trace["traceEvents"][0]["args"]["grid"] = [66, 2, 1]
+    assert [k.ctas for k in parse(trace)] == [0, 132]
     assert parse({}) == []
 
 
@@ -53,4 +55,4 @@ def test_overlap_is_counted_once() -> None:
 
 def test_rows() -> None:
     (row,) = rows([Kernel(OURS * 2, 2, 40, 140)])
-    assert row == {"name": (OURS * 2)[:80], "stream": 2, "start_us": 40, "end_us": 140}
+    assert row == {"name": (OURS * 2)[:80], "stream": 2, "start_us": 40, "end_us": 140, "ctas": 0}

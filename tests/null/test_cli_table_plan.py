@@ -247,7 +247,7 @@ def test_plan_by_a_table(tmp_path: Path) -> None:
     assert document["table"]["sha256"] == load_table(path).sha256
     assert [(s["split"], s["source"], s["mlp"]["ctas"], s["batch"]) for s in steps] == [
         (1088, "table", 8, 3),
-        (2048, "default", 16, 3),
+        (2048, "default", 8, 3),
     ]
     text = output("plan", "--preset", "llama-3.3-70b", "--table", path, "--tokens", "2048,4096")
     assert "no row of the table fits 4096 tokens" in text
@@ -262,8 +262,9 @@ def test_plan_text() -> None:
         "fc+gate",
         "1024+1024",
         "4:2+2",
-        "32:18+18",
-        "16/16",
+        "32:17+17",
+        "8/8",
+        "own",
         "fuse",
         "weave",
         "split at half from 1024 tokens",
@@ -301,8 +302,8 @@ def test_plan_takes_the_sms_of_the_gpu() -> None:
         (("--batch", "99999"), "99999 sequences need at least 99999 tokens"),
         (("--sms", "0"), "outside of 1..1024"),
         (("--sms", "1000000000"), "outside of 1..1024"),
-        (("--sms", "16"), "leaves 0 of 16 SMs"),
-        (("--sms", "17"), "leaves 1 of 17 SMs"),
+        (("--sms", "8"), "leaves 0 of 8 SMs"),
+        (("--sms", "9"), "leaves 1 of 9 SMs"),
         (("--tp", "1000"), "1000"),
     ],
 )

@@ -119,6 +119,45 @@ def test_a_gemm_loses_whole_tiles_to_a_collective(tiles: int, held_us: float, en
     assert run(streams, Op(10.0 * -(-tiles // SMS), tiles)) == pytest.approx(end)
 
 
+@pytest.mark.parametrize(
+    ("tiles", "held_us", "end"),
+    [
+        (124, 1000.0, 10.0),  # there are SMs for all CTAs
+        (128, 1000.0, 20.0),  # four CTAs wait: for the first of the others
+        (128, 5.0, 15.0),  # or for the collective
+        (320, 5.0, 30.0),  # the last 8 CTAs have 2 tiles of 3, so that there is time for the collective
+        (320, 12.0, 32.0),  # up to a tile
+        (320, 1000.0, 40.0),
+        (389, 5.0, 35.0),  # the last 8 are more than those with 2 tiles
+        (396, 5.0, 35.0),
+    ],
+)
+def test_a_dealt_gemm_waits_for_its_last_ctas(tiles: int, held_us: float, end: float) -> None:
+    streams = Streams(SMS, dealt=True)
+    streams.start("c", held_us, 8)
+    assert run(streams, Op(10.0 * -(-tiles // SMS), tiles)) == pytest.approx(end)
+
+
+def test_a_dealt_gemm_does_not_wait_for_what_is_queued() -> None:
+    streams = Streams(SMS, dealt=True)
+    streams.start("a", 5.0, 4)
+    streams.start("b", 50.0, 8)
+    assert run(streams, Op(5.0), Op(10.0, 132)) == pytest.approx(5.0 * 132 / 128 + 20.0, abs=0.2)
+
+
+@pytest.mark.parametrize("dealt", [False, True])
+def test_a_gemm_with_a_budget_loses_nothing_to_a_collective(dealt: bool) -> None:
+    for held_us in (0.1, 1000.0):
+        streams = Streams(SMS, dealt=dealt)
+        streams.start("c", held_us, 8)
+        assert run(streams, Op(20.0, 248, budget=124)) == pytest.approx(20.0)
+    # Its tiles need a third wave on 124 SMs, with a collective or without.
+    assert run(Streams(SMS), Op(20.0, 264, budget=124)) == pytest.approx(30.0)
+    streams = Streams(SMS, beside=0.5, dealt=dealt)
+    streams.start("c", 10.0, 8)
+    assert run(streams, Op(20.0, 248, budget=124)) == pytest.approx(25.0)
+
+
 def test_other_kernels_lose_their_share() -> None:
     streams = Streams(SMS, beside=0.5)
     streams.start("c", 10.0, 66)
@@ -144,9 +183,9 @@ def test_a_second_collective_waits_for_the_first() -> None:
 OPS = st.lists(st.tuples(st.floats(0.1, 50), st.integers(0, 900), st.floats(0.1, 80), st.integers(1, 16)), max_size=12)
 
 
-@given(OPS, st.floats(0, 0.3))
-def test_overlap_beats_neither_stream(work: list[tuple[float, int, float, int]], beside: float) -> None:
-    streams = Streams(SMS, beside)
+@given(OPS, st.floats(0, 0.3), st.booleans())
+def test_overlap_beats_neither_stream(work: list[tuple[float, int, float, int]], beside: float, dealt: bool) -> None:
+    streams = Streams(SMS, beside, dealt=dealt)
     compute = sum(us for us, _, _, _ in work)
     communication = sum(us for _, _, us, _ in work)
     for i, (us, tiles, held, ctas) in enumerate(work):

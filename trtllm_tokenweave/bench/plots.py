@@ -15,6 +15,14 @@ _STYLE: Mapping[str, tuple[str, str]] = {
 }
 
 
+_ENGINES = {
+    "fuse_only": "fuse only",
+    "woven_trt": "woven, TensorRT's GEMMs",
+    "woven_budget": "woven, budget GEMMs",
+    "no_comm": "no communication",
+}
+
+
 def kernel_rows(document: Mapping[str, Any], hidden: int) -> list[dict[str, Any]]:
     """Rows of one hidden size, by token count, each with its best peer."""
     rows = [dict(row) for row in document["rows"] if row["hidden"] == hidden]
@@ -94,9 +102,15 @@ def draw_kernel(document: Mapping[str, Any], hidden: int) -> Picture:
         return save_figure(figure, f"Time over the floor by tokens, hidden size {hidden}.", dpi=130)
 
 
+def stack_row(document: Mapping[str, Any], tokens: int, mode: str, gemm: str) -> Mapping[str, Any]:
+    """A row of `bench stack`."""
+    rows: Sequence[Mapping[str, Any]] = document["rows"]
+    return next(r for r in rows if (r["num_tokens"], r["mode"], r["gemm"]) == (tokens, mode, gemm))
+
+
 def stack_ratio(document: Mapping[str, Any], tokens: int, mode: str, column: str, gemm: str = "trt") -> float:
     """A column of `bench stack` over the stock engine's, both of one row."""
-    row = next(r for r in document["rows"] if (r["num_tokens"], r["mode"], r["gemm"]) == (tokens, mode, gemm))
+    row = stack_row(document, tokens, mode, gemm)
     return float(row[column] / row["stock_ms"])
 
 
@@ -106,16 +120,44 @@ def stack_markdown(document: Mapping[str, Any]) -> str:
     lines = [("", [str(n) for n in counts])]
     columns = (
         ("fuse only", "fuse_only_ms", "trt"),
-        ("woven", "woven_ms", "trt"),
-        ("woven, budget GEMMs", "woven_ms", "budget"),
         ("no communication", "no_comm_ms", "trt"),
+        ("woven, TensorRT's GEMMs", "woven_ms", "trt"),
+        ("woven, budget GEMMs", "woven_ms", "budget"),
     )
+    for title, _, gemm in columns[2:]:
+        ctas = [str(stack_row(document, n, "graph", gemm)["ctas"]) for n in counts]
+        lines.append((f"CTAs of the collectives: {title}", ctas))
     for mode in ("eager", "graph"):
         stock = {r["num_tokens"]: r["stock_ms"] for r in document["rows"] if r["mode"] == mode}
         lines.append((f"{mode}: stock, ms", [f"{stock[n]:.1f}" for n in counts]))
         for title, column, gemm in columns:
             ratios = [f"{stack_ratio(document, n, mode, column, gemm):.3f}" for n in counts]
             lines.append((f"{mode}: {title} / stock", ratios))
+        bound = [stack_row(document, n, mode, "budget") for n in counts]
+        over = [f"{r['woven_ms'] / r['no_comm_ms'] - 1:+.1%}".replace("%", " %") for r in bound]
+        lines.append((f"{mode}: woven, budget GEMMs, over no communication", over))
+    return _markdown(lines)
+
+
+def sweep_markdown(document: Mapping[str, Any]) -> str:
+    """The sweep of `bench stack` as a table for the documentation: milliseconds by CTAs of the collectives."""
+    counts = sorted({r["num_tokens"] for r in document["sweep"]})
+    lines = [("", [str(n) for n in counts])]
+    for title, column in (("budget GEMMs", "woven_budget_ms"), ("TensorRT's GEMMs", "woven_trt_ms")):
+        for ctas in sorted({r["ctas"] for r in document["sweep"]}):
+            times = {r["num_tokens"]: r[column] for r in document["sweep"] if r["ctas"] == ctas}
+            lines.append((f"{title}, {ctas} CTAs, ms", [f"{times[n]:.2f}" for n in counts]))
+    return _markdown(lines)
+
+
+def timeline_markdown(document: Mapping[str, Any]) -> str:
+    """Where one step's time went, milliseconds: every figure of `bench stack`'s timelines."""
+    traced = document["timeline"]
+    lines = [("one step, ms", ["whole", "compute", "collectives", "both at once", "neither"])]
+    for mode in ("eager", "graph"):
+        for name, figures in traced[mode].items():
+            cells = [figures[f"{part}_us"] / 1000 for part in ("whole", "compute", "collective", "both", "idle")]
+            lines.append((f"{mode}: {_ENGINES.get(name, name)}", [f"{cell:.2f}" for cell in cells]))
     return _markdown(lines)
 
 

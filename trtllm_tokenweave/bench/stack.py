@@ -8,40 +8,38 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import random
-import statistics
-import sys
+import math
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from trtllm_tokenweave.agreement import gather_json, on_all_ranks
+from trtllm_tokenweave.agreement import on_all_ranks
 from trtllm_tokenweave.bench import timeline
+from trtllm_tokenweave.bench.rank_timing import METHOD, ROUNDS, RankTimer
 from trtllm_tokenweave.bench.stack_network import VARIANTS, Gemm, Stack, Variant
-from trtllm_tokenweave.builder import BuilderSettings, ShapeRange, build_on_all_ranks, opt_num_tokens
+from trtllm_tokenweave.builder import BuilderSettings, Plan, ShapeRange, build_on_all_ranks, opt_num_tokens
 from trtllm_tokenweave.comm import CommBackend
-from trtllm_tokenweave.device import DeviceArray, Stream, call
+from trtllm_tokenweave.device import DeviceArray, Stream
 from trtllm_tokenweave.engine import Engine
 from trtllm_tokenweave.engine_context import Array, Binding, Bindings, EngineContext
 from trtllm_tokenweave.errors import TokenWeaveError
 from trtllm_tokenweave.plugin_library import plugin_library
 from trtllm_tokenweave.recorder.enums import TRT_NAMES, numpy_dtype
 from trtllm_tokenweave.step_graphs import StepGraphs
+from trtllm_tokenweave.table import LaunchConfig
 
 Mode = Literal["eager", "graph"]
 MODES: tuple[Mode, ...] = ("eager", "graph")
-#: Steps queued back to back for one measurement, and measurements of each engine.
-STEPS, ROUNDS = 5, 7
-#: Pause before a measurement, so that the power limit of one engine is not paid by the next.
-GAP_SECONDS = 0.03
 #: Largest relative error against the stock engine: bfloat16 through all layers, sums in another order.
 TOLERANCE = 0.05
+#: Measurements of each candidate of a sweep.
+SWEEP_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,8 @@ class StackBench:
         small_tokens: Token counts of steps that are not split, timed for GPU and CPU.
         gemms: Whose GEMMs the woven engine has: TensorRT's ("trt"), our plugin's ("budget").
         symmetric: Activations of woven and fused engines lie in symmetric memory; else collectives copy.
-        sweep_ctas: CTAs to try for the collectives of split steps.
+        sweep_ctas: CTAs to try for the collectives of split steps; none: what the table says.
+        timing_cache: Folder that keeps TensorRT's timings.
     """
 
     stack: Stack
@@ -62,7 +61,8 @@ class StackBench:
     small_tokens: tuple[int, ...] = (1, 16, 64)
     gemms: tuple[Gemm, ...] = ("trt", "budget")
     symmetric: bool = True
-    sweep_ctas: tuple[int, ...] = (4, 6, 8, 12, 16, 24)
+    sweep_ctas: tuple[int, ...] = (4, 8, 12, 16)
+    timing_cache: Path | None = None
 
 
 @dataclass
@@ -90,17 +90,33 @@ class Running:
             fused_memory_bytes=fused,
         )
         plan = build_on_all_ranks(comm, lambda network: stack.build(network, variant, gemm), settings)
-        context = Engine.of_plan(plan, comm).context(symmetric=symmetric and plan.result.mode != "stock")
+        return cls.of_plan(plan, comm, symmetric=symmetric and plan.result.mode != "stock")
+
+    @classmethod
+    def of_plan(cls, plan: Plan, comm: CommBackend, *, symmetric: bool) -> Running:
+        """Load; all ranks together."""
+        context = Engine.of_plan(plan, comm).context(symmetric=symmetric)
         checks = [str(check) for check in plan.report.checks]
         return cls(context, StepGraphs(context), plan.report.memory_bytes, plan.report.plan_bytes, checks)
 
+    def document(self) -> dict[str, Any]:
+        """What results say of it."""
+        return {
+            "memory_bytes": self.memory_bytes,
+            "plan_bytes": self.plan_bytes,
+            "symmetric": self.context.symmetric,
+            "checks": self.checks,
+        }
 
-class StackRunner:
+
+class StackRunner(RankTimer):
     """Runs the engines of one rank on arrays that they share."""
 
     def __init__(self, bench: StackBench, comm: CommBackend, folder: Path) -> None:
-        self.bench, self.comm, self.started = bench, comm, time.perf_counter()
-        self.stream = Stream()
+        super().__init__(comm, Stream())
+        self.bench = bench
+        #: The launch of an engine's collectives at a number of tokens, where it is not the table's.
+        self.launches: dict[tuple[str, int], LaunchConfig] = {}
         stack = bench.stack
         shape = (stack.options.max_num_tokens, stack.config.hidden_size)
         dtype = numpy_dtype(TRT_NAMES[stack.config.dtype])
@@ -113,7 +129,6 @@ class StackRunner:
                 fused = self.engines["fuse_only"].memory_bytes if variant == "woven" else None
                 self.say(f"building {name}")
                 self.engines[name] = Running.make(bench, variant, gemm, comm, folder, fused)
-        self.events = tuple(call("cudaEventCreate") for _ in range(2))
 
     def close(self) -> None:
         """Give everything back. Graphs go first: a NCCL communicator waits for those that it was captured in."""
@@ -122,11 +137,6 @@ class StackRunner:
                 last_first.callback(running.context.close)
                 last_first.callback(running.graphs.close)
             last_first.callback(self.stream.synchronize)
-
-    def say(self, what: str) -> None:
-        """Progress, from rank 0 to stderr."""
-        if self.comm.rank == 0:
-            print(f"{time.perf_counter() - self.started:6.1f} s  {what}", file=sys.stderr, flush=True)
 
     def bindings(self, tokens: int) -> tuple[Bindings, Bindings]:
         """The first rows of the shared arrays."""
@@ -147,8 +157,18 @@ class StackRunner:
             TokenWeaveError: on all ranks, where one cannot make it.
         """
         running, bound = self.engines[name], self.bindings(tokens)
+        launch = self.launches.get((name, tokens))
+
+        def launch_as_wanted() -> None:
+            if self.launches:
+                plugin_library().override_launch(launch)
+
+        def eager() -> None:
+            launch_as_wanted()
+            running.context.enqueue(self.stream)
 
         def prepare() -> None:
+            launch_as_wanted()
             if mode == "eager":
                 running.context.bind(*bound)
             while mode == "graph" and not running.graphs.has(*bound):
@@ -158,7 +178,7 @@ class StackRunner:
 
         on_all_ranks(self.comm, "preparing a step", prepare)
         if mode == "eager":
-            return lambda: running.context.enqueue(self.stream)
+            return eager
         return lambda: running.graphs.step(*bound, self.stream)
 
     def verify(self, tokens: int, mode: Mode) -> dict[str, float]:
@@ -178,38 +198,12 @@ class StackRunner:
             raise TokenWeaveError(f"{name} differs from stock at {tokens} tokens ({mode}): {error:.3g}")
         return error
 
-    def slowest(self, value: float) -> float:
-        """The largest of the ranks' values."""
-        return float(max(gather_json(self.comm, "bench", value)))
-
-    def time_once(self, step: Callable[[], None]) -> tuple[float, float]:
-        """Milliseconds on the GPU and on the CPU of one step, of the slower rank."""
-        start, end = self.events
-        step()
-        self.stream.synchronize()
-        time.sleep(GAP_SECONDS)
-        self.comm.barrier()
-        # One step ahead of the first event: the queue is full when it comes, and the ranks have met.
-        step()
-        call("cudaEventRecord", start, self.stream.handle)
-        before = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        queued = (time.perf_counter() - before) / STEPS * 1e3
-        call("cudaEventRecord", end, self.stream.handle)
-        self.stream.synchronize()
-        return self.slowest(call("cudaEventElapsedTime", start, end) / STEPS), self.slowest(queued)
-
-    def time_all(self, names: Sequence[str], tokens: int, mode: Mode) -> dict[str, tuple[float, float]]:
-        """Medians over rounds, the engines in another order in each (the same on all ranks)."""
-        order, shuffled = list(names), random.Random(tokens)
+    def time_all(
+        self, names: Sequence[str], tokens: int, mode: Mode, rounds: int = ROUNDS
+    ) -> dict[str, tuple[float, float]]:
+        """Medians of milliseconds on the GPU and on the CPU; see `RankTimer.time_steps`."""
         steps = {name: self.queue(name, tokens, mode) for name in names}
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-        for _ in range(ROUNDS):
-            shuffled.shuffle(order)
-            for name in order:
-                times[name].append(self.time_once(steps[name]))
-        return {name: (_median([gpu for gpu, _ in t]), _median([cpu for _, cpu in t])) for name, t in times.items()}
+        return self.time_steps({name: partial(_given, step) for name, step in steps.items()}, tokens, rounds)
 
     def rows(self, tokens: int) -> list[dict[str, Any]]:
         """The rows of one token count: a mode and a kind of GEMM each."""
@@ -220,6 +214,9 @@ class StackRunner:
             times = self.time_all(list(self.engines), tokens, mode)
             for gemm in self.bench.gemms:
                 row: dict[str, Any] = {"num_tokens": tokens, "mode": mode, "gemm": gemm}
+                launch = self.launches.get((f"woven_{gemm}", tokens))
+                if launch is not None:
+                    row |= {"ctas": launch.ctas, "gemm_sms": launch.gemm_sms if gemm == "budget" else 0}
                 for variant in VARIANTS:
                     row[f"{variant}_ms"] = times[f"woven_{gemm}" if variant == "woven" else variant][0]
                 out.append({**row, "error": round(errors[f"woven_{gemm}"], 5)})
@@ -227,25 +224,34 @@ class StackRunner:
         return out
 
     def sweep(self, tokens: int) -> list[dict[str, Any]]:
-        """The first woven engine by CTAs of its collectives, eager; then the table's are put back."""
-        name, library = f"woven_{self.bench.gemms[0]}", plugin_library()
-        launch = self.bench.stack.options.table.rows[0].mlp
+        """The woven engines by CTAs of their collectives, eager; GEMMs with a budget keep to the SMs that are left.
+
+        Each engine then keeps what was best for it at this number of tokens.
+        """
+        table = self.bench.stack.options.table
+        launch = table.rows[0].mlp if table.rows else table.default_launch
+        names = [f"woven_{gemm}" for gemm in self.bench.gemms]
         stock = self.result("stock", tokens, "eager")
-        out = []
-        try:
-            for ctas in self.bench.sweep_ctas:
-                library.override_launch(launch.model_copy(update={"ctas": ctas}))
+        out, best = [], dict.fromkeys(names, (math.inf, launch))
+        for ctas in self.bench.sweep_ctas:
+            gemm_sms = launch.gemm_sms + launch.ctas - ctas if launch.gemm_sms else 0
+            tried = launch.model_copy(update={"ctas": ctas, "gemm_sms": gemm_sms})
+            for name in names:
+                self.launches[name, tokens] = tried
                 self.compare(name, stock, tokens, "eager")
-                milliseconds = self.time_all([name], tokens, "eager")[name][0]
-                out.append({"num_tokens": tokens, "ctas": ctas, "woven_ms": milliseconds})
-                self.say(json.dumps(out[-1]))
-        finally:
-            library.override_launch(None)
+            times = self.time_all(names, tokens, "eager", SWEEP_ROUNDS)
+            row: dict[str, Any] = {"num_tokens": tokens, "ctas": ctas, "gemm_sms": gemm_sms}
+            out.append(row | {f"{name}_ms": times[name][0] for name in names})
+            self.say(json.dumps(out[-1]))
+            best = {name: min(best[name], (times[name][0], tried), key=lambda pair: pair[0]) for name in names}
+        for name in names if self.bench.sweep_ctas else ():
+            self.launches[name, tokens] = best[name][1]
         return out
 
     def timelines(self, tokens: int) -> dict[str, Any]:
-        """One step's kernels: figures of every engine, and the kernels of the first woven one (this rank's)."""
+        """One step's kernels: figures of every engine, and the kernels of stock and woven ones (this rank's)."""
         out: dict[str, Any] = {"num_tokens": tokens}
+        on_all_ranks(self.comm, "starting the profiler", timeline.start_profiler)
         for mode in MODES:
             found = {}
             for name in self.engines:
@@ -253,14 +259,15 @@ class StackRunner:
                 step = self.queue(name, tokens, mode)
 
                 def run(step: Callable[[], None] = step) -> None:
+                    self.comm.barrier()
                     step()
                     self.stream.synchronize()
 
                 run()
-                self.comm.barrier()
                 found[name] = timeline.record(run)
             out[mode] = {name: timeline.summary(kernels) for name, kernels in found.items()}
-            out[f"{mode}_woven"] = timeline.rows(found[f"woven_{self.bench.gemms[0]}"])
+            shown = ["stock", *(f"woven_{gemm}" for gemm in self.bench.gemms)]
+            out[f"{mode}_kernels"] = {name: timeline.rows(found[name]) for name in shown}
         return out
 
     def small_rows(self, tokens: int) -> dict[str, Any]:
@@ -274,8 +281,8 @@ class StackRunner:
         return row
 
 
-def _median(values: Sequence[float]) -> float:
-    return round(statistics.median(values), 4)
+def _given(step: Callable[[], None]) -> Callable[[], None]:
+    return step
 
 
 def measure_stack(bench: StackBench, comm: CommBackend) -> dict[str, Any]:
@@ -284,28 +291,25 @@ def measure_stack(bench: StackBench, comm: CommBackend) -> dict[str, Any]:
     Raises:
         TokenWeaveError: on all ranks, where an engine cannot be built or does not compute what stock does.
     """
-    with tempfile.TemporaryDirectory() as folder, closing(StackRunner(bench, comm, Path(folder))) as runner:
+    with ExitStack() as stack:
+        folder = bench.timing_cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.callback(plugin_library().override_launch, None)
+        runner = stack.enter_context(closing(StackRunner(bench, comm, folder)))
         plugin_library().reset_counters()
-        rows = [row for tokens in bench.tokens for row in runner.rows(tokens)]
-        sweep = [row for tokens in bench.tokens for row in runner.sweep(tokens)]
         small = [runner.small_rows(tokens) for tokens in bench.small_tokens]
+        rows: list[dict[str, Any]] = []
+        sweep: list[dict[str, Any]] = []
+        for tokens in bench.tokens:
+            sweep += runner.sweep(tokens)
+            rows += runner.rows(tokens)
         traced = runner.timelines(min(bench.tokens, key=lambda tokens: abs(tokens - 4096)))
     config = bench.stack.config
     return {
         "what": f"{config.num_hidden_layers} decoder layers, hidden {config.hidden_size}, tp_size {comm.size}, "
         f"{config.dtype}; attention a stand-in of {bench.stack.keys} keys; ms a step",
-        "method": f"{STEPS} steps queued back to back between device events, median of {ROUNDS} rounds, engines in "
-        "random order, the slower rank; verified against the stock engine first",
+        "method": METHOD,
         "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
-        "engines": {
-            name: {
-                "memory_bytes": e.memory_bytes,
-                "plan_bytes": e.plan_bytes,
-                "symmetric": e.context.symmetric,
-                "checks": e.checks,
-            }
-            for name, e in runner.engines.items()
-        },
+        "engines": {name: running.document() for name, running in runner.engines.items()},
         "counters": plugin_library().counters(),
         "rows": rows,
         "sweep": sweep,

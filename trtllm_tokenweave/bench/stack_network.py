@@ -11,22 +11,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_tokenweave.llama import NetworkOptions, weight_specs
 from trtllm_tokenweave.llama.layers import Build
 from trtllm_tokenweave.llama.model import decoder_layers
 from trtllm_tokenweave.llama.ops import Ops
-from trtllm_tokenweave.llama.weights import RankWeights
+from trtllm_tokenweave.llama.weights import RankWeights, window_weights
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import ModelConfig
 from trtllm_tokenweave.passes import WeaveOptions, WeavePlan, WeaveResult, weave
-from trtllm_tokenweave.recorder.enums import TRT_NAMES, numpy_dtype
+from trtllm_tokenweave.recorder.enums import TRT_NAMES
+from trtllm_tokenweave.table import TuningTable
 
 Variant = Literal["stock", "fuse_only", "woven", "no_comm"]
 Gemm = Literal["trt", "budget"]
 VARIANTS: tuple[Variant, ...] = ("stock", "fuse_only", "woven", "no_comm")
+#: Input whose dimension 0 is the step's sequences, as the pass knows it; only with a run-time split.
+BATCH_INPUT = "context_lengths"
 
 
 @dataclass(frozen=True)
@@ -58,29 +60,14 @@ class Stack:
 
     @cached_property
     def weights(self) -> dict[str, NDArray[Any]]:
-        """Every weight as a window of one buffer of normal numbers: quick to make, no two windows alike.
-
-        Scaled by 1 / sqrt(columns), so that activations keep their size; norm weights are around 1.
-        """
-        dtype = numpy_dtype(TRT_NAMES[self.config.dtype])
-        shapes = {name: shape for name, (shape, _) in self.specs.items()}
-        # A prime, so that rows of two windows never line up.
-        step = 8191
-        largest = max(int(np.prod(shape)) for shape in shapes.values())
-        numbers = np.random.default_rng([self.seed, self.options.mapping.tp_rank]).standard_normal(
-            largest + step * len(shapes), np.float32
-        )
-        matrices = {columns: (numbers / np.sqrt(columns)).astype(dtype) for columns in {s[-1] for s in shapes.values()}}
-        vectors = (1 + np.random.default_rng(self.seed).standard_normal(numbers.size, np.float32) / 8).astype(dtype)
-        made = {}
-        for start, (name, shape) in zip(range(0, step * len(shapes), step), shapes.items(), strict=True):
-            source = vectors if len(shape) == 1 else matrices[shape[-1]]
-            made[name] = source[start : start + int(np.prod(shape))].reshape(shape)
-        return made
+        """Random ones; norm weights are equal on all ranks."""
+        shared = {name for name, (shape, _) in self.specs.items() if len(shape) == 1}
+        return window_weights(self.specs, self.options.mapping, shared, self.seed)
 
     def build(self, network: Any, variant: Variant, gemm: Gemm = "trt") -> WeaveResult:
         """Add the layers to an empty network and weave them; returns what the weave did.
 
+        With ``options.prefix_input`` the split and the number of sequences are inputs (`BATCH_INPUT`).
         "stock" and "no_comm" are not woven; "no_comm" is the stack without its all-reduces: each rank goes on with
         its own partial sums. ``gemm`` is the weave's option.
         """
@@ -88,6 +75,10 @@ class Stack:
         ops = Ops(network)
         x = network.add_input("x", getattr(ops.trt.DataType, TRT_NAMES[config.dtype].name), (-1, config.hidden_size))
         x.set_dimension_name(0, "num_tokens")
+        if self.options.prefix_input is not None:
+            # Only dimensions are read: they are the split of a step, and its row of the table.
+            for name in (self.options.prefix_input, BATCH_INPUT):
+                network.add_input(name, ops.trt.DataType.INT32, (-1,))
         build = Build(
             ops,
             config,
@@ -103,7 +94,22 @@ class Stack:
         network.mark_output(out)
         if variant in ("stock", "no_comm"):
             return WeaveResult(WeavePlan(self.options, (), (), None))
-        return weave(network, replace(self.options, split=variant == "woven", gemm=gemm))
+        table = self.options.table if gemm == "budget" else _for_trt(self.options.table)
+        return weave(network, replace(self.options, split=variant == "woven", gemm=gemm, table=table))
+
+
+def _for_trt(table: TuningTable) -> TuningTable:
+    """The table for TensorRT's GEMMs, which keep to no SM target.
+
+    It always differs from the given one: ranks and contexts of the two woven engines of a process find one another by
+    their tables.
+    """
+    rows = [
+        row.model_copy(update={k: getattr(row, k).model_copy(update={"gemm_sms": 0}) for k in ("attention", "mlp")})
+        for row in table.rows
+    ]
+    source = table.source.model_copy(update={"text": f"{table.source.text} (TensorRT's GEMMs)"})
+    return table.model_copy(update={"rows": tuple(rows), "source": source})
 
 
 def _name(layer: int, part: str) -> str:

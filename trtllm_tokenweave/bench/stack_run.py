@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from trtllm_tokenweave.bench.kernel import command, machine
@@ -17,13 +19,14 @@ from trtllm_tokenweave.model_config import preset
 from trtllm_tokenweave.passes import WeaveOptions
 from trtllm_tokenweave.plugin_library import plugin_library, register_reference
 from trtllm_tokenweave.table import TableRow, default_table
+from trtllm_tokenweave.table.shipped import choose_table, this_machine
 from trtllm_tokenweave.tensorrt_module import tensorrt
 from trtllm_tokenweave.waves import table_key
 
 
 @dataclass(frozen=True)
 class StackArguments:
-    """The command's options; ``row`` is the one row of the engines' table."""
+    """The command's options; ``row`` is the one row of the engines' table, unless ``table`` names another."""
 
     preset: str
     layers: int
@@ -32,6 +35,8 @@ class StackArguments:
     row: TableRow
     sweep_ctas: tuple[int, ...]
     symmetric: bool
+    table: Path | None = None
+    timing_cache: Path | None = None
 
 
 def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
@@ -46,9 +51,15 @@ def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
         raise UserError("there is one rank, so nothing to communicate", where="bench stack", fix=fix)
     config = preset(arguments.preset).model_copy(update={"num_hidden_layers": arguments.layers})
     config.local(launcher.size)
-    table = default_table(table_key(config, launcher.size)).model_copy(update={"rows": (arguments.row,)})
     gpu = current_gpu()
+    table = default_table(table_key(config, launcher.size)).model_copy(update={"rows": (arguments.row,)})
+    said = f"table: one row, offset {arguments.row.split_offset}, {arguments.row.attention.ctas} CTAs"
+    if arguments.table is not None:
+        chosen = choose_table(config, launcher.size, this_machine(), given=arguments.table)
+        table, said = chosen.table, chosen.said
     comm = MpiComm()
+    if comm.rank == 0:
+        print(said, file=sys.stderr, flush=True)
     use_device(comm.rank)
     plugin_library()
     register_reference("AllReduce")
@@ -59,7 +70,8 @@ def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
         arguments.tokens,
         gemms=gemms,
         symmetric=arguments.symmetric,
-        sweep_ctas=arguments.sweep_ctas,
+        sweep_ctas=arguments.sweep_ctas if arguments.table is None else (),
+        timing_cache=arguments.timing_cache,
     )
     document = measure_stack(bench, comm)
     if comm.rank != 0:
@@ -69,9 +81,8 @@ def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
         "command": f"mpirun -n {comm.size} {command()}",
         "machine": machine() | versions,
         "model": arguments.preset,
-        "ctas": arguments.row.attention.ctas,
-        "gemm_sms": arguments.row.attention.gemm_sms,
         "offset": arguments.row.split_offset,
         "symmetric": arguments.symmetric,
+        "table_sha256": table.sha256,
         **document,
     }

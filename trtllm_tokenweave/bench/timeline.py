@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -12,19 +13,30 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of a timeline; times in microseconds from the first kernel's start."""
+    """One kernel of a timeline; times in microseconds from the first kernel's start, ``ctas`` of its whole grid."""
 
     name: str
     stream: int
     start_us: float
     end_us: float
+    ctas: int = 0
+
+
+def start_profiler() -> None:
+    """Have the profiler set itself up, which takes most of a second the first time: a rank must not wait for it."""
+    with _profiler():
+        pass
+
+
+def _profiler() -> Any:
+    from torch.profiler import ProfilerActivity, profile
+
+    return profile(activities=[ProfilerActivity.CUDA])
 
 
 def record(run: Callable[[], None]) -> list[Kernel]:
     """Kernels of ``run``, which queues work and waits for it; in order of their starts."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with _profiler() as profiler:
         run()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
@@ -37,7 +49,13 @@ def parse(trace: dict[str, Any]) -> list[Kernel]:
     events = [e for e in trace.get("traceEvents", ()) if e.get("cat") == "kernel"]
     first = min((e["ts"] for e in events), default=0.0)
     kernels = [
-        Kernel(e["name"], int(e["args"]["stream"]), round(e["ts"] - first, 1), round(e["ts"] + e["dur"] - first, 1))
+        Kernel(
+            e["name"],
+            int(e["args"]["stream"]),
+            round(e["ts"] - first, 1),
+            round(e["ts"] + e["dur"] - first, 1),
+            math.prod(e["args"].get("grid", [0])),
+        )
         for e in events
     ]
     return sorted(kernels, key=lambda k: k.start_us)

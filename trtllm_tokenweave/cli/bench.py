@@ -10,15 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
-from trtllm_tokenweave.atomic import check_target, replace_file
+from trtllm_tokenweave.atomic import check_folder, check_target, replace_file
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.model_config import preset as model_preset
-from trtllm_tokenweave.report import write_picture
+from trtllm_tokenweave.report import Picture, write_picture, write_plots
+
+LOADERS = ("auto", "cp_async", "bulk", "push")  # bench/kernel.py knows them, and needs torch
 
 app = typer.Typer(no_args_is_help=True, help="Measure on the GPUs of this machine; redraw plots.")
 
 
-def _numbers(text: str, option: str) -> tuple[int, ...]:
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """Numbers above 0 of a comma-separated list."""
     try:
         found = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -49,6 +52,9 @@ def _finish(document: Mapping[str, Any], output: Path | None, as_json: bool) -> 
 
 
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the JSON here.")]
+TimingCache = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Keep TensorRT's timings here: a second run builds quicker.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON document.")]
 
 
@@ -57,17 +63,22 @@ def kernel(
     hidden: Annotated[str, typer.Option(help="Hidden sizes.")] = "8192",
     tokens: Annotated[str, typer.Option(help="Token counts.")] = "64,128,256,512,1024,2048,4096,8192,16384",
     peers: Annotated[bool, typer.Option(help="Time NCCL, PyTorch and FlashInfer beside it.")] = True,
+    loaders: Annotated[str, typer.Option(help="How the kernel moves rows: auto,cp_async,bulk,push.")] = "auto",
+    ctas: Annotated[str, typer.Option(help="CTAs to try.")] = "4,8,12,16,20,24,32,48,64,96,132",
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
     """Time AllReduceRmsNorm on two GPUs against its peers and the link's floor; each is verified first."""
-    sizes, counts = _numbers(hidden, "--hidden"), _numbers(tokens, "--tokens")
+    sizes, counts, grids = numbers(hidden, "--hidden"), numbers(tokens, "--tokens"), numbers(ctas, "--ctas")
+    names = tuple(loaders.split(","))
+    if not set(names) <= set(LOADERS):
+        raise UserError(f"{loaders!r} names another loader than {', '.join(LOADERS)}", where="--loaders")
     if output is not None:
         check_target(output)
     _need_gpus(2)
     from trtllm_tokenweave.bench.kernel import KernelBench, measure_kernel
 
-    _finish(measure_kernel(KernelBench(sizes, counts, peers)), output, as_json)
+    _finish(measure_kernel(KernelBench(sizes, counts, peers, names, grids)), output, as_json)
 
 
 @app.command()
@@ -89,7 +100,7 @@ def gemm(
     as_json: AsJson = False,
 ) -> None:
     """Time a model's GEMMs by token count on one GPU, for `plan --predict --gemm`."""
-    sizes, config = _numbers(tp, "--tp"), model_preset(preset)
+    sizes, config = numbers(tp, "--tp"), model_preset(preset)
     for size in sizes:
         config.local(size)
     if output is not None:
@@ -106,11 +117,15 @@ def stack(
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 8,
     tokens: Annotated[str, typer.Option(help="Token counts.")] = "1024,2048,4096,8192",
     gemm: Annotated[str, typer.Option(help="Whose GEMMs woven engines have: trt, budget, or both.")] = "trt,budget",
-    gemm_sms: Annotated[int, typer.Option(help="SMs that budget GEMMs keep to beside a collective.")] = 116,
-    ctas: Annotated[int, typer.Option(help="CTAs of a collective beside the other half's work.")] = 16,
+    gemm_sms: Annotated[int, typer.Option(help="SMs that budget GEMMs keep to beside a collective.")] = 124,
+    ctas: Annotated[int, typer.Option(help="CTAs of a collective beside the other half's work.")] = 8,
     offset: Annotated[int, typer.Option(help="Tokens that the prefix half has more than half of them.")] = 0,
-    sweep_ctas: Annotated[str, typer.Option(help="CTAs to try besides.")] = "4,6,8,12,16,24",
+    sweep_ctas: Annotated[str, typer.Option(help="CTAs to try per token count; the best are timed.")] = "4,8,12,16",
     symmetric: Annotated[bool, typer.Option(help="Activations in symmetric memory, else collectives copy.")] = True,
+    table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Tuning table in the place of the four options above.")
+    ] = None,
+    timing_cache: TimingCache = None,
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
@@ -121,13 +136,13 @@ def stack(
     from trtllm_tokenweave.table.files import table_error
 
     model_preset(preset)
-    counts, gemms = _numbers(tokens, "--tokens"), tuple(gemm.split(","))
+    counts, gemms = numbers(tokens, "--tokens"), tuple(gemm.split(","))
     if not set(gemms) <= {"trt", "budget"} or len(set(gemms)) != len(gemms):
         raise UserError(f"{gemm!r} is neither trt, budget nor both", where="--gemm")
     try:
         launch = LaunchConfig(ctas=ctas, gemm_sms=gemm_sms)
         row = TableRow(tokens=Bucket(lo=1), mode="weave", split_offset=offset, attention=launch, mlp=launch)
-        sweep = tuple(LaunchConfig(ctas=n).ctas for n in _numbers(sweep_ctas, "--sweep-ctas"))
+        sweep = tuple(LaunchConfig(ctas=n).ctas for n in numbers(sweep_ctas, "--sweep-ctas"))
     except ValidationError as error:
         raise table_error(error, "bench stack") from None
     if output is not None:
@@ -135,34 +150,89 @@ def stack(
     _need_gpus(2)
     from trtllm_tokenweave.bench.stack_run import StackArguments, run_stack
 
-    document = run_stack(StackArguments(preset, layers, counts, gemms, row, sweep, symmetric))
+    arguments = StackArguments(preset, layers, counts, gemms, row, sweep, symmetric, table, timing_cache)
+    document = run_stack(arguments)
+    if document is not None:
+        _finish(document, output, as_json)
+
+
+@app.command()
+def e2e(
+    preset: Annotated[str, typer.Option(help="Model shape.")] = "llama-3.3-70b",
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 8,
+    tokens: Annotated[str, typer.Option(help="Token counts of the prefilled sequence.")] = "1024,2048,4096,8192,16384",
+    table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Tuning table that says the split; default: try --offsets.")
+    ] = None,
+    offsets: Annotated[str, typer.Option(help="Splits to try besides half: tokens moved to the prefix half.")] = (
+        "128,256,384,512,768,1024"
+    ),
+    ctas: Annotated[int, typer.Option(help="CTAs of a collective beside the other half's work.")] = 8,
+    engines: Annotated[str, typer.Option(help="Engines to build and time.")] = "stock,fuse_only,woven,whole,no_comm",
+    timing_cache: TimingCache = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time whole decoders in TensorRT engines, prefill with real attention; run it under mpirun, one process a GPU."""
+    from pydantic import ValidationError
+
+    from trtllm_tokenweave.table import LaunchConfig
+    from trtllm_tokenweave.table.files import table_error
+
+    model_preset(preset)
+    counts, moved = numbers(tokens, "--tokens"), numbers(offsets, "--offsets")
+    try:
+        LaunchConfig(ctas=ctas)
+    except ValidationError as error:
+        raise table_error(error, "bench e2e") from None
+    if output is not None:
+        check_target(output)
+    if timing_cache is not None:
+        check_folder(timing_cache)
+    _need_gpus(2)
+    from trtllm_tokenweave.bench.e2e_run import E2eArguments, run_e2e
+
+    chosen = tuple(engines.split(","))
+    document = run_e2e(E2eArguments(preset, layers, counts, table, (0, *moved), ctas, chosen, timing_cache))
     if document is not None:
         _finish(document, output, as_json)
 
 
 @app.command()
 def plot(
-    result: Annotated[Path, typer.Argument(help="JSON of `bench kernel`.")],
-    hidden: Annotated[int, typer.Option(help="Hidden size to draw.")] = 8192,
+    result: Annotated[Path, typer.Argument(help="JSON of bench kernel, stack or e2e, or of tune.")],
+    hidden: Annotated[int, typer.Option(help="Of bench kernel: hidden size to draw.")] = 8192,
+    report: Annotated[Path | None, typer.Option(metavar="HTML", help="Write one page with all plots, too.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Redraw the plots of a result beside it (PNG and SVG)."""
-    from trtllm_tokenweave.bench.plots import draw_kernel, kernel_rows
-
-    try:
-        document = json.loads(result.read_text())
-        rows = kernel_rows(document, hidden)
-        drawn = draw_kernel(document, hidden) if rows else None
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(result)) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        fix = "give the JSON of bench kernel: other results have no plot"
-        raise UserError(f"is no result of bench kernel ({type(error).__name__})", where=str(result), fix=fix) from None
-    if drawn is None:
+    document, pictures = _pictures(result, hidden)
+    if not pictures:
         raise UserError(f"has no rows of hidden size {hidden}", where=str(result))
-    written = write_picture(drawn, result.parent, result.stem)
+    stems = {f"{result.stem}_{name}" if name else result.stem: picture for name, picture in pictures.items()}
+    written = [path for stem, drawn in stems.items() for path in write_picture(drawn, result.parent, stem)]
+    if report is not None:
+        written.append(write_plots(result.stem, str(document.get("what", "")), list(pictures.values()), report))
     if as_json:
         print(json.dumps({"written": [str(path) for path in written]}))
     else:
         for path in written:
             print(f"wrote {path}")
+
+
+def _pictures(result: Path, hidden: int) -> tuple[dict[str, Any], dict[str, Picture]]:
+    """A result and its pictures by name; the only one of bench kernel has none."""
+    from trtllm_tokenweave.bench.plots import draw_kernel, kernel_rows
+    from trtllm_tokenweave.bench.tune_plots import pictures_of
+
+    try:
+        document = json.loads(result.read_text())
+        found = pictures_of(document)
+        if not found and kernel_rows(document, hidden):
+            found = {"": draw_kernel(document, hidden)}
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=str(result)) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StopIteration) as error:
+        fix = "give the JSON of bench kernel, stack or e2e, or of tune: other results have no plot"
+        raise UserError(f"is no result with a plot ({type(error).__name__})", where=str(result), fix=fix) from None
+    return document, found

@@ -14,9 +14,12 @@ from rich.table import Table
 
 from trtllm_tokenweave.cli.table import print_json, read_tokens
 from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.model_config import ModelConfig
 from trtllm_tokenweave.model_config import preset as model_preset
-from trtllm_tokenweave.schedule import SplitPlan
-from trtllm_tokenweave.table import TuningTable, load_table
+from trtllm_tokenweave.schedule import SplitPlan, find_row
+from trtllm_tokenweave.table import TuningTable
+from trtllm_tokenweave.table.measured import Here
+from trtllm_tokenweave.table.shipped import choose_table
 from trtllm_tokenweave.waves import (
     DEFAULT_SMS,
     MAX_SMS,
@@ -28,7 +31,6 @@ from trtllm_tokenweave.waves import (
     gemm_shapes,
     plan_waves,
     seed_offsets,
-    table_key,
 )
 
 DEFAULT_TOKENS = "1,256,512,1024,1536,2048,3072,4096,8192,16384"
@@ -50,6 +52,9 @@ def plan(
     tokens: Annotated[str, typer.Option(metavar="N,N...", help="Token counts of the steps.")] = DEFAULT_TOKENS,
     batch: Annotated[int, typer.Option(help="Sequences of the steps.")] = 1,
     sms: Annotated[int, typer.Option(help="SMs of the GPU.")] = DEFAULT_SMS,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="GPU whose shipped table to take, such as 'NVIDIA H200'.")
+    ] = None,
     predict: Annotated[bool, typer.Option("--predict", help="Predict times instead of counting waves.")] = False,
     machine: Annotated[
         str | None, typer.Option(metavar="NAME", help="With --predict: h200-peer (the default) or h100-multimem.")
@@ -60,6 +65,8 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Print the split of each step size and the waves of each GEMM, whole and in either half, or predicted times.
+
+    A prediction looks for the best split itself: of a table it takes whose GEMMs run beside collectives.
 
     Steps of fewer tokens than --batch are left out: every sequence of a step has at least one token.
     """
@@ -78,18 +85,15 @@ def plan(
             fix="raise --tokens or lower --batch",
         )
     if predict:
-        if table is not None or sms != DEFAULT_SMS:
-            raise UserError(
-                "looks for the best split itself, on a machine that has its SMs",
-                where="--predict",
-                fix="leave out --table and --sms",
-            )
+        if sms != DEFAULT_SMS:
+            raise UserError("takes a machine that has its SMs", where="--predict", fix="leave out --sms")
         # A quarter of a second of imports that counting waves needs none of.
         from trtllm_tokenweave.cli.predict import make_prediction
         from trtllm_tokenweave.predict import Workload
 
         served = tuple(count for count in counts if count >= batch)
-        prediction = make_prediction(preset, Workload(config, tp, batch), machine, gemm, served)
+        gemms = _table(config, tp, sms, table, gpu)[0].gemm
+        prediction = make_prediction(preset, Workload(config, tp, batch), machine, gemm, served, gemms)
         if as_json:
             print_json({**prediction.document(), "skipped": list(skipped)})
         else:
@@ -100,19 +104,13 @@ def plan(
     if machine is not None or gemm is not None:
         option = "--machine" if machine is not None else "--gemm"
         raise UserError("says what a prediction starts from", where=option, fix="add --predict")
-    if table is None:
-        tuning = default_table(config, tp, sms=sms)
-    else:
-        tuning = load_table(table)
-        # The GPU of the run is not known here; --sms stands for it.
-        expected = table_key(config, tp).model_dump(exclude={"gpu"})
-        tuning.check_key(expected, where=str(table))
+    tuning, said = _table(config, tp, sms, table, gpu)
     steps = [plan_one(tuning, shapes, batch, count, sms) for count in counts if count >= batch]
     if as_json:
         document = {
             "model": {"preset": preset, "tp_size": tp, "hidden_size": config.hidden_size, "kind": config.kind},
             "sms": sms,
-            "table": _table_document(tuning, table),
+            "table": _table_document(tuning, table) | {"said": said},
             "steps": [_step_document(step) for step in steps],
             "skipped": list(skipped),
         }
@@ -120,7 +118,17 @@ def plan(
         return
     console = Console()
     _print_steps(console, steps, tuning, f"{preset}, tp_size {tp}, batch {batch}, {sms} SMs")
+    console.print(said, markup=False, highlight=False)
     _print_skipped(console, skipped, batch)
+
+
+def _table(config: ModelConfig, tp: int, sms: int, given: Path | None, gpu: str | None) -> tuple[TuningTable, str]:
+    """The table of the steps, and which it is in words."""
+    if given is None and gpu is None:
+        rule = default_table(config, tp, sms=sms)
+        return rule, f"table: {rule.source.kind}, {rule.source.text}"
+    chosen = choose_table(config, tp, Here(gpu), given=given)
+    return chosen.table, chosen.said
 
 
 def plan_one(table: TuningTable, shapes: tuple[GemmShape, ...], batch: int, num_tokens: int, sms: int) -> PlannedStep:
@@ -194,21 +202,21 @@ def _print_steps(console: Console, steps: list[PlannedStep], table: TuningTable,
         halves = f"{split.prefix}+{split.suffix}" if split.suffix else str(split.prefix)
         cells = [f"{w.whole}:{w.prefix}+{w.suffix}" if split.suffix else str(w.whole) for w in step.waves]
         seed = "-" if step.seed is None else str(step.seed.offset)
-        view.add_row(
-            str(split.num_tokens), split.mode, halves, f"{split.attention.ctas}/{split.mlp.ctas}", *cells, seed
-        )
+        # A collective that runs alone takes the kernel's own number, unless a row says "fuse".
+        row = find_row(table, split.batch, split.num_tokens)
+        own = not split.suffix and (row is None or row.mode == "weave")
+        ctas = "own" if own else f"{split.attention.ctas}/{split.mlp.ctas}"
+        view.add_row(str(split.num_tokens), split.mode, halves, ctas, *cells, seed)
     # Numbers are never cut off: where the table needs more than the terminal's width, it takes it.
     width = console.width
     console.width = max(width, Measurement.get(console, console.options.update(max_width=10_000), view).maximum)
     console.print(view)
     console.width = width
     console.print(
-        "CTAs: of the attention/MLP collective. GEMMs: waves of the whole step, then of the prefix+suffix on the SMs "
-        "left. Seed: the offset that wave arithmetic would try first.",
+        "CTAs: of the attention/MLP collective; own: the kernel's choice. GEMMs: waves of the whole step, then of the "
+        "prefix+suffix on the SMs left. Seed: the offset that wave arithmetic would try first.",
         highlight=False,
     )
-    source = f"{table.source.kind}{f', {table.source.text}' if table.source.text else ''}"
-    console.print(f"table: {source}", markup=False, highlight=False)
     unserved = [str(step.plan.num_tokens) for step in steps if step.plan.source == "default"]
     if table.rows and unserved:
         console.print(f"no row of the table fits {', '.join(unserved)} tokens: default rule", highlight=False)

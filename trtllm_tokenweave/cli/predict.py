@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from trtllm_tokenweave.predict import Predictor, StepTimes, Workload, load_gemms, load_machine
+from trtllm_tokenweave.predict import Gemms, Predictor, StepTimes, Workload, load_gemms, load_machine
 from trtllm_tokenweave.predict.data import SourceError, fitted
 
 DEFAULT_MACHINE = "h200-peer"
+_GEMMS: Mapping[Gemms, str] = {
+    "library": "cuBLAS's GEMMs",
+    "trt": "TensorRT's GEMMs",
+    "budget": "GEMMs that keep off the SMs of the collective beside them",
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Prediction:
                 "source": machine.data.source,
                 "date": machine.data.date,
                 "gemms": machine.gemms.data.source,
+                "woven_gemms": self.predictor.gemms,
                 "parameters": machine.parameters.model_dump(mode="json"),
             },
             "notes": list(self.notes),
@@ -86,7 +92,8 @@ class Prediction:
         console.print(view)
         console.print(
             "Predicted, not measured; ratios to stock. No comm: stock without its all-reduces. Even, best: woven at "
-            "half and at the best split. CTAs: of the best split's attention/MLP collective.",
+            "half and at the best split, with "
+            f"{_GEMMS[self.predictor.gemms]}. CTAs: of the best split's attention/MLP collective.",
             highlight=False,
         )
         console.print(f"collectives: {machine.data.source} ({machine.data.date})", markup=False, highlight=False)
@@ -100,15 +107,15 @@ class Prediction:
 
 
 def make_prediction(
-    preset: str, workload: Workload, machine: str | None, gemm: Path | None, counts: Sequence[int]
+    preset: str, workload: Workload, machine: str | None, gemm: Path | None, counts: Sequence[int], gemms: Gemms
 ) -> Prediction:
-    """Predict steps of these token counts.
+    """Predict steps of these token counts; `gemm` is a file of curves, `gemms` what woven steps have.
 
     Raises:
         UserError: No such machine, or `gemm` is no file of GEMM curves of its GPU.
     """
-    gemms = None if gemm is None else load_gemms(gemm)
-    predictor = Predictor(load_machine(machine or DEFAULT_MACHINE, gemms), workload)
+    curves = None if gemm is None else load_gemms(gemm)
+    predictor = Predictor(load_machine(machine or DEFAULT_MACHINE, curves), workload, gemms)
     return Prediction(preset, predictor, tuple(predictor.predict(count) for count in counts))
 
 

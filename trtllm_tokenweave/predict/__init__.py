@@ -9,7 +9,7 @@ from __future__ import annotations
 from trtllm_tokenweave.predict.data import GemmData, load_gemms
 from trtllm_tokenweave.predict.machine import MACHINES, Machine, load_machine
 from trtllm_tokenweave.predict.step import Workload
-from trtllm_tokenweave.predict.variants import Predictor, SplitTime, StepTimes
+from trtllm_tokenweave.predict.variants import Gemms, Predictor, SplitTime, StepTimes
 
 __all__ = [
     "GemmData",
@@ -18,6 +18,7 @@ __all__ = [
     "Machine",
     "load_machine",
     "Workload",
+    "Gemms",
     "Predictor",
     "SplitTime",
     "StepTimes",

@@ -60,9 +60,8 @@ class GemmData(_Frozen):
 
 
 class Alone(_Frozen):
-    """A chain of GEMMs by themselves: microseconds of a step of the chain, and of the GEMM in it."""
+    """A GEMM in a chain of GEMMs by themselves."""
 
-    step_us: _Positive
     gemm_us: _Positive
 
 
@@ -128,6 +127,8 @@ class MachineData(_Frozen):
         fused: AllReduceRmsNorm by CTAs, in place; 0: as many as the kernel takes by itself.
         staged: The same where the kernel copies its input and its result, where it was measured.
         beside_gemm: What a GEMM loses to a collective, where it was measured.
+        fork_us: What compute waits for a collective to become resident, where it was measured: in an engine, beyond the
+            gap between any two kernels.
         steps: Whole steps, where they were measured.
     """
 
@@ -147,6 +148,7 @@ class MachineData(_Frozen):
     fused: dict[int, Points]
     staged: dict[int, Points] = {}
     beside_gemm: BesideData | None = None
+    fork_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     steps: StepData | None = None
 
 

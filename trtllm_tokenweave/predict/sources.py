@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -103,7 +103,7 @@ class _Step:
 def _steps(machine: Machine, model: str) -> Iterator[CheckRow]:
     """Published steps; those beyond the fit's sizes are a source of their own where the others were fitted."""
     data = machine.data
-    made = Predictor(machine, Workload(preset(model), data.tp_size))
+    made = Predictor(machine, Workload(preset(model), data.tp_size), "library")
     for row in measured_steps(data, model):
         time = made.predict(row.num_tokens)
         assert time.best is not None
@@ -145,7 +145,7 @@ def _kernel(machine: Machine, document: Any) -> Iterator[CheckRow]:
 def _overlap(machine: Machine, document: Any) -> Iterator[CheckRow]:
     """A GEMM beside the collective against one after the other, from the times of either alone.
 
-    `beside_gemm`, to which `beside` and `fork_us` are fitted, has the same GEMM and collective, with 4 to 32 CTAs too.
+    `beside_gemm`, to which `beside` is fitted, has the same GEMM and collective, with 4 to 32 CTAs too.
     """
     tokens, k, n = (int(size) for size in re.findall(r"\d+", document["what"])[:3])
     gemm = Op(document["gemm_us"], GemmShape("", "mlp", n, k).tiles(tokens, TILE), 2.0 * tokens * n * k)
@@ -160,13 +160,21 @@ _Ms = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _StackRow(BaseModel):
-    """Milliseconds of a step; `gemm`: whose GEMMs the woven engine has."""
+    """Milliseconds of a step.
+
+    Attributes:
+        gemm: Whose GEMMs the woven engine has.
+        ctas: Of its collectives.
+        gemm_sms: Of its GEMMs with a budget; 0: it has none.
+    """
 
     model_config = ConfigDict(strict=True)
 
     num_tokens: Annotated[int, Field(gt=0)]
     mode: str
-    gemm: str
+    gemm: Literal["trt", "budget"]
+    ctas: int
+    gemm_sms: int
     stock_ms: _Ms
     no_comm_ms: _Ms
     fuse_only_ms: _Ms
@@ -179,9 +187,6 @@ class _StackResult(BaseModel):
     Attributes:
         what: Layers, hidden size, tp_size and keys of the stand-in attention, in words.
         model: The preset.
-        ctas: Of collectives beside the other half's work.
-        fuse_ctas: Of collectives that run alone; 0: as many as the kernel takes by itself.
-        gemm_sms: Of GEMMs with a budget, which are not predicted.
         offset: Of the split.
         symmetric: Collectives work in place; else they copy.
         rows: The steps.
@@ -191,16 +196,13 @@ class _StackResult(BaseModel):
 
     what: str
     model: str
-    ctas: int
-    fuse_ctas: int = 0
-    gemm_sms: int
     offset: int
     symmetric: bool
     rows: list[_StackRow]
 
 
 def _stack(machine: Machine, document: Any) -> Iterator[CheckRow]:
-    """Decoder layers with stand-in attention and TensorRT's GEMMs, run as the result says."""
+    """Decoder layers with stand-in attention, run as the result says."""
     result = _StackResult.model_validate(document)
     found = re.search(r"(\d+) decoder layers, hidden (\d+), tp_size (\d+).* (\d+) keys", result.what)
     if found is None:
@@ -210,19 +212,19 @@ def _stack(machine: Machine, document: Any) -> Iterator[CheckRow]:
     if config.hidden_size != hidden:
         raise ValueError(f"hidden {hidden} is not that of {result.model}")
     machine = machine if result.symmetric else machine.staged
-    for name, ctas in (("ctas", result.ctas), ("fuse_ctas", result.fuse_ctas)):
-        if ctas not in machine.data.fused:
+    workload = Workload(config, tp_size, stand_in_keys=keys)
+    for row in result.rows:
+        if row.ctas not in machine.data.fused:
             how = "in place" if result.symmetric else "that copy"
             raise UserError(
-                f"collectives {how} were not measured with {ctas} CTAs",
-                where=f"stack_tp2.json: {name}",
+                f"collectives {how} were not measured with {row.ctas} CTAs",
+                where="stack_tp2.json: ctas",
                 fix=f"measure the stack with one of {', '.join(map(str, sorted(machine.data.fused)))}",
             )
-    made = Predictor(machine, Workload(config, tp_size, stand_in_keys=keys))
-    for row in result.rows:
-        if row.gemm != "trt":
-            continue
-        tokens = row.num_tokens
+        if row.gemm == "budget" and row.gemm_sms != machine.sms - row.ctas:
+            raise ValueError(f"gemm_sms {row.gemm_sms} is not what {row.ctas} CTAs leave of {machine.sms} SMs")
+        made, tokens = Predictor(machine, workload, row.gemm), row.num_tokens
+        woven = f"woven, {row.gemm}"
         step = _Step(
             machine.name,
             f"stack_tp2, {row.mode}",
@@ -231,17 +233,21 @@ def _stack(machine: Machine, document: Any) -> Iterator[CheckRow]:
                 "stock": row.stock_ms,
                 "no_comm": row.no_comm_ms,
                 "fuse_only": row.fuse_only_ms,
-                "woven": row.woven_ms,
+                woven: row.woven_ms,
             },
             {
                 "stock": made.stock_us(tokens),
                 "no_comm": made.no_comm_us(tokens),
-                "fuse_only": made.fuse_only_us(tokens, result.fuse_ctas)[0],
-                "woven": made.woven(tokens, result.offset, result.ctas, result.ctas).us,
+                "fuse_only": made.fuse_only_us(tokens, 0)[0],
+                woven: made.woven(tokens, result.offset, row.ctas, row.ctas).us,
             },
         )
-        yield from (step.ratio(variant) for variant in ("no_comm", "fuse_only", "woven"))
-        yield from (step.ms(variant) for variant in ("stock", "woven"))
+        # The other engines are the same in both rows.
+        if row.gemm == "trt":
+            yield from (step.ratio(variant) for variant in ("no_comm", "fuse_only"))
+            yield step.ms("stock")
+        yield step.ratio(woven)
+        yield step.ms(woven)
 
 
 _READERS: Mapping[str, Callable[[Machine, Any], Iterator[CheckRow]]] = {

@@ -18,11 +18,13 @@ class Op:
         us: Time with the GPU to itself.
         tiles: Thread blocks of a GEMM, one to an SM; 0: many small ones, which share the SMs evenly.
         flops: Of a kernel whose time follows the clock; 0: bound by memory.
+        budget: SMs that a GEMM keeps to, so that it loses none to a collective; 0: it takes all.
     """
 
     us: float
     tiles: int = 0
     flops: float = 0.0
+    budget: int = 0
 
     def slowed(self, slowdown: float) -> Op:
         """The kernel at 1 / slowdown of the full clock."""
@@ -44,18 +46,22 @@ class Streams:
 
     A collective starts when it is queued and those before it are done, and takes its SMs at once (the compute stream
     waits `fork_us` for that). Compute slows in two ways while it runs: the SMs are missing, which a GEMM feels as tiles
-    that no one takes, and the others are slower by the share `beside` (they have the same memory and power).
+    that no one takes or that wait for their SM, and the others are slower by the share `beside` (they have the same
+    memory and power).
 
     Attributes:
         sms: Of the GPU.
         beside: Share of compute's speed that a running collective costs.
         fork_us: Wait of the compute stream for each collective.
+        dealt: GEMMs deal their tiles out to the SMs beforehand (TensorRT's persistent kernels); else an SM that is free
+            takes the next tile (cuBLAS's).
         now: Clock of the compute stream.
     """
 
     sms: int
     beside: float = 0.0
     fork_us: float = 0.0
+    dealt: bool = False
     now: float = 0.0
     _free: float = 0.0
     _held: list[_Held] = field(default_factory=list)
@@ -64,10 +70,12 @@ class Streams:
     def run(self, op: Op) -> None:
         """A kernel of the compute stream."""
         self._held = [held for held in self._held if held.end > self.now]
-        if not self._held:
+        if op.budget:
+            self.now = self._when(op.us * math.ceil(op.tiles / op.budget) / math.ceil(op.tiles / self.sms))
+        elif not self._held:
             self.now += op.us
         elif op.tiles:
-            self.now = self._after_tiles(op)
+            self.now = self._after_dealt(op) if self.dealt else self._after_tiles(op)
         else:
             self.now = self._after_shared(op.us)
 
@@ -131,6 +139,23 @@ class Streams:
                 low, high = (low, middle) if done(free + middle * tile_us) >= op.tiles else (middle + 1, high)
             ends.append(free + low * tile_us)
         return self._when(min(ends))
+
+    def _after_dealt(self, op: Op) -> float:
+        """End of a GEMM of one CTA an SM, each with its share of the tiles, of which those that find no SM start late.
+
+        They are the last ones, which have the smaller share where the shares differ, and start when the collective or
+        the first of the other CTAs has ended.
+        """
+        held = self._held[0]
+        ctas = min(op.tiles, self.sms)
+        late = ctas - (self.sms - held.ctas)
+        if late <= 0 or held.begin > self.now:
+            return self._when(op.us)
+        share, more = divmod(op.tiles, ctas)
+        tile_us = op.us / math.ceil(op.tiles / self.sms)
+        small = ctas - more
+        first = min(self._progress(held.end), (share if late < small else share + 1) * tile_us)
+        return self._when(max(op.us, first + (share if late <= small else share + 1) * tile_us))
 
     def _after_shared(self, us: float) -> float:
         """End of a kernel of many small blocks, on the SMs left."""

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
+from trtllm_tokenweave.passes.gemm import beside
 from trtllm_tokenweave.passes.order import collective_order
 from trtllm_tokenweave.plugin_specs import Half, SiteKind
 from trtllm_tokenweave.predict.machine import Machine
@@ -17,6 +19,9 @@ from trtllm_tokenweave.schedule import DEFAULT_GRANULARITY, DEFAULT_OFFSETS, spl
 # A woven run repeats itself layer after layer from the second or third on; the rest is multiplied.
 SIMULATED_LAYERS = 6
 _KINDS = (SiteKind.ATTENTION, SiteKind.MLP)
+#: GEMMs of woven steps: cuBLAS's in a framework ("library"), TensorRT's ("trt"), or TensorRT's but for the first behind
+#: each collective, which keeps to the SMs that the collective beside it leaves ("budget").
+Gemms = Literal["library", "trt", "budget"]
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,12 @@ class StepTimes:
 
 
 class Predictor:
-    """Predicts steps of one workload on one machine."""
+    """Predicts steps of one workload on one machine; `gemms`: of woven steps."""
 
-    def __init__(self, machine: Machine, workload: Workload) -> None:
+    def __init__(self, machine: Machine, workload: Workload, gemms: Gemms = "budget") -> None:
         self.machine = machine
         self.workload = workload
+        self.gemms = gemms
         kernels = Kernels(machine, workload)
 
         @cache  # the same halves return with other CTAs
@@ -179,7 +185,8 @@ class Predictor:
         ctas = {SiteKind.ATTENTION: split.attention_ctas, SiteKind.MLP: split.mlp_ctas}
         layers = workload.config.num_hidden_layers
         simulated = min(layers, SIMULATED_LAYERS)
-        streams = Streams(machine.sms, machine.parameters.beside, machine.parameters.fork_us)
+        parameters = machine.parameters
+        streams = Streams(machine.sms, parameters.beside, parameters.fork_us, dealt=self.gemms != "library")
         ends: list[float] = []
         kinds = _KINDS * simulated
         for event in collective_order(kinds):
@@ -188,7 +195,10 @@ class Predictor:
                 streams.join(key)
                 continue
             kind, rows = kinds[event.site], halves[event.half]
-            for op in self._block(kind, rows, slower):
+            first, *others = self._block(kind, rows, slower)
+            if self.gemms == "budget":
+                first = replace(first, budget=machine.sms - ctas[beside(kinds, event.site, event.half)])
+            for op in (first, *others):
                 streams.run(op)
             size = workload.activation(rows.count)
             streams.start(key, machine.fused_us(ctas[kind], size, workload.tp_size), ctas[kind])

@@ -1,0 +1,83 @@
+"""Device-event timing of steps that the ranks of mpirun run together."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trtllm_tokenweave.agreement import gather_json
+from trtllm_tokenweave.comm import CommBackend
+from trtllm_tokenweave.device import Stream, call
+
+#: Steps queued back to back for one measurement, and measurements of each engine.
+STEPS, ROUNDS = 5, 7
+#: Pause before a measurement, so that the power limit of one engine is not paid by the next.
+GAP_SECONDS = 0.03
+METHOD = (
+    f"{STEPS} steps queued back to back between device events, median of {ROUNDS} rounds, engines in random order, the "
+    "slower rank; verified against the stock engine first"
+)
+
+#: Prepares a step, and returns what queues it.
+Prepare = Callable[[], Callable[[], None]]
+
+
+class RankTimer:
+    """Times steps on one rank; all ranks make the same calls.
+
+    Args:
+        comm: The ranks.
+        stream: Where steps are queued.
+    """
+
+    def __init__(self, comm: CommBackend, stream: Stream) -> None:
+        self.comm, self.stream, self.started = comm, stream, time.perf_counter()
+        self.events: tuple[Any, ...] = tuple(call("cudaEventCreate") for _ in range(2))
+
+    def say(self, what: str) -> None:
+        """Progress, from rank 0 to stderr."""
+        if self.comm.rank == 0:
+            print(f"{time.perf_counter() - self.started:6.1f} s  {what}", file=sys.stderr, flush=True)
+
+    def slowest(self, value: float) -> float:
+        """The largest of the ranks' values."""
+        return float(max(gather_json(self.comm, "bench", value)))
+
+    def time_once(self, step: Callable[[], None]) -> tuple[float, float]:
+        """Milliseconds on the GPU and on the CPU of one step, of the slower rank."""
+        start, end = self.events
+        step()
+        self.stream.synchronize()
+        time.sleep(GAP_SECONDS)
+        self.comm.barrier()
+        # One step ahead of the first event: the queue is full when it comes, and the ranks have met.
+        step()
+        call("cudaEventRecord", start, self.stream.handle)
+        before = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        queued = (time.perf_counter() - before) / STEPS * 1e3
+        call("cudaEventRecord", end, self.stream.handle)
+        self.stream.synchronize()
+        return self.slowest(call("cudaEventElapsedTime", start, end) / STEPS), self.slowest(queued)
+
+    def time_steps(
+        self, steps: Mapping[str, Prepare], seed: int, rounds: int = ROUNDS
+    ) -> dict[str, tuple[float, float]]:
+        """Medians over rounds, the steps in another order in each (the same on all ranks)."""
+        order, shuffled = list(steps), random.Random(seed)
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+        for _ in range(rounds):
+            shuffled.shuffle(order)
+            for name in order:
+                times[name].append(self.time_once(steps[name]()))
+        return {name: (median([gpu for gpu, _ in t]), median([cpu for _, cpu in t])) for name, t in times.items()}
+
+
+def median(values: Sequence[float]) -> float:
+    """Of milliseconds, as results hold them."""
+    return round(statistics.median(values), 4)
