@@ -69,6 +69,24 @@ IS_BUILDING = Variable(
     "1: plugins do nothing, as TensorRT-LLM's and ours do in a build; the builder sets it for that time.",
     "plugins run",
 )
+TABLE = Variable(
+    "TOKENWEAVE_TABLE",
+    "Tuning table of a trtllm-build that is given the model class file (docs/trtllm_build.md).",
+    "the default rule",
+)
+MIN_TOKENS = Variable(
+    "TOKENWEAVE_MIN_TOKENS",
+    "The same build: steps of fewer tokens are not split.",
+    "the table's",
+)
+SPLIT_ATTENTION = Variable("TOKENWEAVE_SPLIT_ATTENTION", "The same build: 0 leaves attention whole.", "split")
+STRICT = Variable("TOKENWEAVE_STRICT", "The same build: 1 fails where nothing could be fused.", "builds as stock")
+DATA_HOME = Variable("XDG_DATA_HOME", "Folder for data of this user's programs: of the shim.", "~/.local/share")
+LAUNCH = Variable(
+    "TOKENWEAVE_LAUNCH",
+    'For experiments: "ctas=8,threads=1024,gemm_sms=116" (any of them) instead of what tables say of split steps.',
+    "as the engines' tables say",
+)
 OMPI_RANK = Variable("OMPI_COMM_WORLD_RANK", "Set by Open MPI's mpirun: rank of this process.", "not under Open MPI")
 OMPI_SIZE = Variable("OMPI_COMM_WORLD_SIZE", "Set by Open MPI's mpirun: number of ranks.", "not under Open MPI")
 PMI_RANK = Variable("PMI_RANK", "Set by MPICH's and Intel MPI's mpirun: rank of this process.", "not under MPICH")
@@ -83,6 +101,12 @@ VARIABLES: tuple[Variable, ...] = (
     TRT_LIBRARY,
     REFERENCE_LIBRARY,
     IS_BUILDING,
+    LAUNCH,
+    TABLE,
+    MIN_TOKENS,
+    SPLIT_ATTENTION,
+    STRICT,
+    DATA_HOME,
     OMPI_RANK,
     OMPI_SIZE,
     PMI_RANK,
@@ -115,7 +139,12 @@ class Environment:
         library: The CUDA library (`LIBRARY`), or None.
         trt_library: The TensorRT plugins (`TRT_LIBRARY`), or None.
         reference_library: TensorRT-LLM's plugins (`REFERENCE_LIBRARY`), or None.
+        table: Tuning table (`TABLE`), or None.
+        min_tokens: Least tokens of a step that is split (`MIN_TOKENS`), or None.
+        split_attention: Cut attention too (`SPLIT_ATTENTION`).
+        strict: Fail where nothing could be fused (`STRICT`).
         launcher: Rank and size given by mpirun, or None outside of it. Known without loading MPI.
+        launch: Launch configuration of experiments (`LAUNCH`) as it was written; read where the plugins are loaded.
     """
 
     debug: bool = False
@@ -124,7 +153,12 @@ class Environment:
     library: Path | None = None
     trt_library: Path | None = None
     reference_library: Path | None = None
+    table: Path | None = None
+    min_tokens: int | None = None
+    split_attention: bool = True
+    strict: bool = False
     launcher: Launcher | None = None
+    launch: str = ""
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
@@ -144,7 +178,12 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         library=_path(values, LIBRARY),
         trt_library=_path(values, TRT_LIBRARY),
         reference_library=_path(values, REFERENCE_LIBRARY),
+        table=_path(values, TABLE),
+        min_tokens=_count(values, MIN_TOKENS) if values.get(MIN_TOKENS.name) else None,
+        split_attention=_flag(values, SPLIT_ATTENTION, default=True),
+        strict=_flag(values, STRICT),
         launcher=_launcher(values, OMPI_RANK, OMPI_SIZE) or _launcher(values, PMI_RANK, PMI_SIZE),
+        launch=values.get(LAUNCH.name, ""),
     )
 
 
@@ -154,9 +193,11 @@ def set_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {variable.name: values[variable.name] for variable in VARIABLES if values.get(variable.name)}
 
 
-def _flag(values: Mapping[str, str], variable: Variable) -> bool:
+def _flag(values: Mapping[str, str], variable: Variable, *, default: bool = False) -> bool:
     value = values.get(variable.name, "").lower()
-    if value in ("", "0", "false", "off", "no"):
+    if not value:
+        return default
+    if value in ("0", "false", "off", "no"):
         return False
     if value in ("1", "true", "on", "yes"):
         return True
@@ -182,7 +223,8 @@ def _launcher(values: Mapping[str, str], rank: Variable, size: Variable) -> Laun
 def _count(values: Mapping[str, str], variable: Variable) -> int:
     value = values[variable.name]
     if not (value.isascii() and value.isdigit()):
-        raise UserError(f"{value!r} is not a count", where=variable.name, fix="start the command with mpirun")
+        fix = "give a count of tokens" if variable is MIN_TOKENS else "start the command with mpirun"
+        raise UserError(f"{value!r} is not a count", where=variable.name, fix=fix)
     return int(value)
 
 
@@ -212,10 +254,27 @@ def building() -> Iterator[None]:
             os.environ[IS_BUILDING.name] = before
 
 
+def data_folder() -> Path:
+    """Folder for data of this user's programs (`DATA_HOME`)."""
+    given = os.environ.get(DATA_HOME.name, "")
+    return Path(given) if given.startswith("/") else Path.home() / ".local" / "share"
+
+
+def search_path() -> list[Path]:
+    """The folders in which programs are looked for (PATH), in order."""
+    return [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
+
+
+#: What `limit_blas_threads` has set.
+_limited: set[str] = set()
+
+
 def limit_blas_threads() -> None:
     """Set `BLAS_THREADS` in this process where the user has not; works only before numpy is imported."""
     for name, value in BLAS_THREADS.items():
-        os.environ.setdefault(name, value)
+        if name not in os.environ:
+            os.environ[name] = value
+            _limited.add(name)
 
 
 def prepare_benchmark() -> dict[str, str]:
@@ -226,6 +285,16 @@ def prepare_benchmark() -> dict[str, str]:
     """
     os.environ.setdefault("NCCL_SYM_CTAS", "64")
     return {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_SYMM"))}
+
+
+def launch_environment() -> dict[str, str]:
+    """The user's environment for an mpirun of programs that choose their threads themselves."""
+    return {**_MPI, **{name: value for name, value in os.environ.items() if name not in _limited}}
+
+
+def launch_additions() -> dict[str, str]:
+    """What `launch_environment` adds to the user's."""
+    return {name: value for name, value in _MPI.items() if name not in os.environ}
 
 
 def mpi_environment() -> dict[str, str]:

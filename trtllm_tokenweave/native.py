@@ -15,7 +15,7 @@ from trtllm_tokenweave.c_interface import OK, LibraryError, Status
 from trtllm_tokenweave.libraries import load_library
 
 AUTO, PEER, MULTIMEM, SOFT_MULTICAST = -1, 0, 1, 2
-CP_ASYNC, BULK = 0, 1
+CP_ASYNC, BULK, PUSH = 0, 1, 2
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 7}
 
 
@@ -55,6 +55,7 @@ class Op(ctypes.Structure):
         ("hidden", c_int32),
         ("residual_sharded", c_int32),
         ("gather_residual", c_int32),
+        ("staged", c_int32),
         ("eps", c_float),
         ("norm_weight", c_void_p),
         ("bias", c_void_p),
@@ -106,6 +107,7 @@ class Call:
     eps: float = 1e-5
     residual_sharded: bool = True
     gather_residual: bool = False
+    staged: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ class Group:
             hidden=hidden,
             residual_sharded=call.residual_sharded,
             gather_residual=call.gather_residual,
+            staged=call.staged,
             eps=call.eps,
             norm_weight=call.weight.data_ptr(),
             bias=None if call.bias is None else call.bias.data_ptr(),

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from ctypes import byref, c_int32, c_size_t, c_uint64, c_void_p, sizeof
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from trtllm_tokenweave.c_interface import OK, LibraryError, Status
+from trtllm_tokenweave.config import LAUNCH, Environment, read_environment
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
 from trtllm_tokenweave.libraries import find_library, load_library
 from trtllm_tokenweave.plugin_specs import NAMESPACE, SPECS, VERSION
 from trtllm_tokenweave.recorder.trtllm_plugins import NAMESPACE as TRTLLM_NAMESPACE
+from trtllm_tokenweave.table.files import table_error
 from trtllm_tokenweave.table.launch import LaunchConfig
 from trtllm_tokenweave.tensorrt_module import LINES, tensorrt, tensorrt_error
 
@@ -30,6 +35,7 @@ _COUNTERS = (
     "alias_copies",
     "unkept_inputs",
     "fabric_fallbacks",
+    "offset_fallbacks",
     "refused_steps",
     "unfinished_steps",
     "while_building",
@@ -110,7 +116,33 @@ def plugin_library() -> PluginLibrary:
     """
     loaded = load_library("tokenweave_trt")
     register(Path(loaded._name), _CREATORS)
-    return PluginLibrary(loaded)
+    library = PluginLibrary(loaded)
+    launch = launch_of_environment(read_environment())
+    if launch is not None:
+        logging.getLogger(__name__).warning("%s is set: split steps are launched as %s", LAUNCH.name, launch)
+        library.override_launch(launch)
+    return library
+
+
+def launch_of_environment(environment: Environment) -> LaunchConfig | None:
+    """What `config.LAUNCH` says, None where it is not set; what it does not name is `LaunchConfig`'s default.
+
+    Raises:
+        UserError: it cannot be understood.
+    """
+    if not environment.launch:
+        return None
+    fix = "write ctas=8,threads=1024,gemm_sms=116, or some of them"
+    fields: dict[str, int] = {}
+    for part in environment.launch.split(","):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if name not in ("ctas", "threads", "gemm_sms") or name in fields or not (value.isascii() and value.isdigit()):
+            raise UserError(f"{part.strip()!r} cannot be understood", where=LAUNCH.name, fix=fix)
+        fields[name] = int(value)
+    try:
+        return LaunchConfig.model_validate(fields)
+    except ValidationError as error:
+        raise UserError(table_error(error, "").what, where=LAUNCH.name, fix=fix) from error
 
 
 _registered: set[Path] = set()

@@ -10,7 +10,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from trtllm_tokenweave import __version__
 from trtllm_tokenweave.atomic import check_folder, replace_file
@@ -150,19 +150,37 @@ def report_html(report: DemoReport, picture: Picture) -> str:
         report: The content. All of its text is escaped.
         picture: The schedule, from `draw_schedule`.
     """
+    return _render(
+        "report.html.j2",
+        report=report,
+        largest_step=max((step.num_tokens for step in report.split_steps), default=1),
+        caption=picture.caption,
+        image=_image(picture),
+    )
+
+
+def write_plots(title: str, what: str, pictures: Sequence[Picture], path: Path) -> Path:
+    """Write a page of plots to `path`: self-contained, like `report_html`.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    images = [(picture.caption, _image(picture)) for picture in pictures]
+    return _write(path, _render("plots.html.j2", title=title, what=what, images=images).encode("utf-8"))
+
+
+def _render(template: str, **values: Any) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("trtllm_tokenweave", "templates")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template("report.html.j2").render(
-        report=report,
-        largest_step=max((step.num_tokens for step in report.split_steps), default=1),
-        version=__version__,
-        caption=picture.caption,
-        image="data:image/svg+xml;base64," + base64.b64encode(picture.svg).decode("ascii"),
-    )
+    return environment.get_template(template).render(version=__version__, **values)
+
+
+def _image(picture: Picture) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(picture.svg).decode("ascii")
 
 
 def write_report(report: DemoReport, picture: Picture, path: Path) -> Path:
@@ -201,5 +219,6 @@ __all__ = [
     "draw_schedule",
     "report_html",
     "write_picture",
+    "write_plots",
     "write_report",
 ]

@@ -10,14 +10,19 @@ except ImportError:
     GPUS = 0
 
 NEEDED = (
+    ("test_all_gather_plugin.py", 1),
     ("test_all_reduce_plugin.py", 1),
     ("test_attention_halves.py", 1),
     ("test_engine.py", 1),
     ("test_gemm_plugin.py", 1),
     ("test_gpt_attention.py", 1),
+    ("test_llama_engine.py", 1),
     ("test_loopback.py", 1),
     ("test_peer.py", 2),
+    ("test_run_engine.py", 1),
+    ("test_serving.py", 1),
     ("test_torch_op.py", 2),
+    ("test_tune.py", 2),
     ("test_woven_engine.py", 1),
     ("test_woven_ranks.py", 1),
 )

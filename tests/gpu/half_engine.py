@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from gpu.attention_model import MAX_SEQUENCES, MAX_TOKENS, AttentionModel, Tensors
+from gpu.plain_engine import built, set_address, set_input
 from trtllm_tokenweave import trt as seam
 from trtllm_tokenweave.attention_roles import attention_roles
-from trtllm_tokenweave.config import building
 from trtllm_tokenweave.plugin_library import plugin_library, register_reference
 from trtllm_tokenweave.plugin_specs import ATTENTION, BATCH_SPLIT, NAMESPACE, VERSION, AttentionRole, Half
 from trtllm_tokenweave.recorder.packed_fields import pack_fields
 from trtllm_tokenweave.recorder.plugin import FieldValue
 from trtllm_tokenweave.recorder.trtllm_plugins import GPT_ATTENTION
-from trtllm_tokenweave.tensorrt_module import create_builder, logger, tensorrt
+from trtllm_tokenweave.tensorrt_module import tensorrt
 
 #: Device tensors that TokenWeaveBatchSplit makes, in the order of its outputs.
 DEVICE = ("sequence_length", "context_lengths")
@@ -42,23 +42,14 @@ class HalfEngine:
     def __init__(self, model: AttentionModel, half: Half) -> None:
         plugin_library()
         register_reference(GPT_ATTENTION[0])
-        self.model, self.half, trt = model, half, tensorrt()
-        with building():
-            builder = create_builder()
-            network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-            profile = builder.create_optimization_profile()
-            output = self._layers(network, self._inputs(network, profile))
-            output.name = "output"
-            network.mark_output(output)
-            config = builder.create_builder_config()
-            config.add_optimization_profile(profile)
-            plan = builder.build_serialized_network(network, config)
-            assert plan is not None, "TensorRT built no engine"
-        self._engine = trt.Runtime(logger()).deserialize_cuda_engine(plan)
-        assert self._engine is not None, "TensorRT cannot load the engine"
-        self._context = self._engine.create_execution_context()
-        assert self._context is not None, "TensorRT made no execution context"
+        self.model, self.half = model, half
+        self._engine, self._context = built(self._define)
         self._kept: list[torch.Tensor] = []
+
+    def _define(self, network: Any, profile: Any) -> None:
+        output = self._layers(network, self._inputs(network, profile))
+        output.name = "output"
+        network.mark_output(output)
 
     def _inputs(self, network: Any, profile: Any) -> dict[str, Any]:
         """Network inputs by name; sequences and rows are dynamic."""
@@ -109,14 +100,8 @@ class HalfEngine:
         for name, tokens in ((PREFIX_REF, prefix_rows), (NUM_TOKENS_REF, len(tensors["qkv"]))):
             bound[name] = torch.zeros((tokens, 1), dtype=torch.int32, device="cuda")
         output = self.model.output(len(own["qkv"]))
-        self._kept = []
-        for name, tensor in [*bound.items(), ("output", output)]:
-            # TensorRT takes no null address, which is what torch gives an empty tensor.
-            held = tensor if tensor.numel() else tensor.new_empty(1)
-            self._kept.append(held)
-            if name != "output":
-                assert self._context.set_input_shape(name, tuple(tensor.shape)), name
-            assert self._context.set_tensor_address(name, held.data_ptr()), name
+        self._kept = [set_input(self._context, name, tensor) for name, tensor in bound.items()]
+        self._kept.append(set_address(self._context, "output", output))
         return bound, output
 
     def enqueue(self) -> bool:

@@ -1,17 +1,18 @@
-"""One plugin in a TensorRT network of its own: built, loaded and run on torch's tensors."""
+"""One plugin in a TensorRT network of its own, on torch's tensors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from gpu.plain_engine import built, set_address, set_input
 from trtllm_tokenweave import trt as seam
-from trtllm_tokenweave.config import building
 from trtllm_tokenweave.recorder.plugin import FieldValue, PluginKey
-from trtllm_tokenweave.tensorrt_module import create_builder, logger, tensorrt
+from trtllm_tokenweave.tensorrt_module import tensorrt
 
 TYPE_IDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 7}
 _NAMES = {
@@ -42,14 +43,11 @@ class PluginEngine:
     """An engine whose only layer is the plugin ``key``; tensors are named i0, i1, ... and o0, o1, ..."""
 
     def __init__(self, key: PluginKey, fields: Mapping[str, FieldValue], inputs: Sequence[Input]) -> None:
-        trt = tensorrt()
-        with building():
-            builder = create_builder()
-            network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-            profile = builder.create_optimization_profile()
+        def define(network: Any, profile: Any) -> None:
             tensors = []
             for i, given in enumerate(inputs):
-                tensors.append(network.add_input(f"i{i}", getattr(trt.DataType, _NAMES[given.dtype]), given.shape))
+                kind = getattr(tensorrt().DataType, _NAMES[given.dtype])
+                tensors.append(network.add_input(f"i{i}", kind, given.shape))
                 if -1 in given.shape:
                     sizes = (given.smallest, given.largest, given.largest)
                     profile.set_shape(f"i{i}", *(given.sized(rows) for rows in sizes))
@@ -57,14 +55,8 @@ class PluginEngine:
             for i in range(layer.num_outputs):
                 layer.get_output(i).name = f"o{i}"
                 network.mark_output(layer.get_output(i))
-            config = builder.create_builder_config()
-            config.add_optimization_profile(profile)
-            plan = builder.build_serialized_network(network, config)
-            assert plan is not None, "TensorRT built no engine"
-        self._engine = trt.Runtime(logger()).deserialize_cuda_engine(plan)
-        assert self._engine is not None, "TensorRT cannot load the engine"
-        self._context = self._engine.create_execution_context()
-        assert self._context is not None, "TensorRT made no execution context"
+
+        self._engine, self._context = built(define)
         self._kept: list[torch.Tensor] = []
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -88,21 +80,14 @@ class PluginEngine:
         return outputs
 
     def _bind(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        self._kept = []
-        for i, tensor in enumerate(inputs):
-            # TensorRT takes no null address, which is what torch gives an empty tensor.
-            held = tensor if tensor.numel() else tensor.new_empty(1)
-            self._kept.append(held)
-            assert self._context.set_input_shape(f"i{i}", tuple(tensor.shape))
-            assert self._context.set_tensor_address(f"i{i}", held.data_ptr())
+        self._kept = [set_input(self._context, f"i{i}", tensor) for i, tensor in enumerate(inputs)]
         outputs = []
         for i in range(self._engine.num_io_tensors - len(inputs)):
             name = f"o{i}"
             shape = tuple(self._context.get_tensor_shape(name))
             dtype = _DTYPES[self._engine.get_tensor_dtype(name).name]
             memory = torch.full((max(1, math.prod(shape)),), float("nan"), dtype=dtype, device="cuda")
-            self._kept.append(memory)
-            assert self._context.set_tensor_address(name, memory.data_ptr())
+            self._kept.append(set_address(self._context, name, memory))
             outputs.append(memory[: math.prod(shape)].view(shape))
         torch.cuda.synchronize()
         return outputs

@@ -38,7 +38,7 @@ def layer(request: pytest.FixtureRequest) -> Iterator[tuple[AttentionModel, list
 def cuts(tensors: Tensors) -> list[int]:
     """Nothing, one token, inside a chunk at no block's edge, between two sequences, all but one token, everything."""
     first, rows = int(tensors["host_context_lengths"][0]), len(tensors["qkv"])
-    return sorted({0, 1, min(first, rows) // 2 + 3, min(first, rows), rows - 1, rows})
+    return sorted({0, 1, min(min(first, rows) // 2 + 3, rows), min(first, rows), rows - 1, rows})
 
 
 def test_halves_give_what_the_whole_step_gives(layer: tuple[AttentionModel, list[HalfEngine]]) -> None:

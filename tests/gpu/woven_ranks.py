@@ -6,7 +6,10 @@ Ranks share GPUs where there are more of them: their kernels then take turns, wh
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -16,12 +19,14 @@ from gpu.woven import Array, Built, Shape, Variant, relative_error, tokens
 from trtllm_tokenweave.comm import MpiComm
 from trtllm_tokenweave.device import call
 from trtllm_tokenweave.mapping import Mapping
-from trtllm_tokenweave.plugin_library import plugin_library
+from trtllm_tokenweave.plugin_library import PluginLibrary, plugin_library
 from trtllm_tokenweave.recorder import RecordedNetwork
 
 SHAPE = Shape(hidden=1024, ffn=2048, layers=2, ctas=8)
 COUNTS = (1, 2, 7, 1000, 1024, 1501, 4095)
 TOLERANCE = 0.02
+#: How many bytes further every rank's activations lie in symmetric memory than those of the rank before, in one run.
+SHIFT, MAX_SHIFT = 1 << 20, 8 << 20
 
 
 def reference(x: Array, tp_size: int) -> Array:
@@ -50,31 +55,55 @@ def reference(x: Array, tp_size: int) -> Array:
     return y
 
 
+@contextmanager
+def activations_shifted(shift: int) -> Iterator[None]:
+    """Contexts made inside find their symmetric memory ``shift`` bytes further."""
+    plain = PluginLibrary.tensor_memory
+
+    def shifted(self: PluginLibrary, device: int, num_bytes: int) -> int:
+        return plain(self, device, num_bytes + MAX_SHIFT) + shift
+
+    with patch.object(PluginLibrary, "tensor_memory", shifted):
+        yield
+
+
+def check(built: Built, shift: int) -> None:
+    """Run an engine; on all ranks, whose activations lie ``shift`` bytes further than those of the rank before."""
+    comm = built.comm
+    with activations_shifted(shift * comm.rank):
+        runner = built.runner()
+    plugin_library().reset_counters()
+    for count in COUNTS:
+        x = tokens(count, SHAPE.hidden)
+        want = reference(x, comm.size)
+        for attempt in range(4):
+            got = runner.run(x, graph=True)
+            error = relative_error(got, want)
+            assert error < TOLERANCE, f"{built.variant} {count} tokens, run {attempt}: relative error {error}"
+            for other in comm.all_gather("out", got):
+                np.testing.assert_array_equal(other, got)
+    assert runner.graphs.counters.fallback == 0, runner.graphs.counters
+    # Ranks that were built together differ in nothing.
+    assert built.context.symmetric == built.symmetric
+    counters = plugin_library().counters()
+    if built.symmetric and not shift:
+        # The network's output lies elsewhere; in a fused engine the last collective writes it.
+        assert counters["staged"] == (counters["in_line"] // (2 * SHAPE.layers) if built.variant == "fuse" else 0)
+    else:
+        assert counters["staged"] > 0, counters
+    assert (counters["offset_fallbacks"] > 0) == (built.symmetric and shift > 0), counters
+    runner.graphs.close(runner.stream)
+    built.context.close()
+
+
 def main(folder: Path) -> None:
     """Run every variant on this rank; raises where something is wrong."""
     comm = MpiComm()
     call("cudaSetDevice", comm.rank % call("cudaGetDeviceCount"))
     variants: tuple[Variant, ...] = ("fuse", "weave")
-    for symmetric in (False, True):
+    for symmetric, shift in ((False, 0), (True, 0), (True, SHIFT)):
         for variant in variants:
-            built = Built(SHAPE, variant, folder / f"{variant}{symmetric}", comm, symmetric=symmetric)
-            runner = built.runner()
-            plugin_library().reset_counters()
-            for count in COUNTS:
-                x = tokens(count, SHAPE.hidden)
-                want = reference(x, comm.size)
-                for attempt in range(4):
-                    got = runner.run(x, graph=True)
-                    error = relative_error(got, want)
-                    assert error < TOLERANCE, f"{variant} {count} tokens, run {attempt}: relative error {error}"
-                    for other in comm.all_gather("out", got):
-                        np.testing.assert_array_equal(other, got)
-            assert runner.graphs.counters.fallback == 0, runner.graphs.counters
-            # Ranks that were built together differ in nothing.
-            assert built.context.symmetric == symmetric
-            assert (plugin_library().counters()["staged"] == 0) == symmetric
-            runner.graphs.close(runner.stream)
-            built.context.close()
+            check(Built(SHAPE, variant, folder / f"{variant}{symmetric}{shift}", comm, symmetric=symmetric), shift)
     if comm.rank == 0:
         print(f"{comm.size} ranks agree", flush=True)
 

@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 from support.fake_gpu import OUT_OF_MEMORY, FakeRuntime
 
 from trtllm_tokenweave import device
-from trtllm_tokenweave.device import CudaError, DeviceArray, DeviceMemory, Gpu, Stream, current_gpu, use_device
+from trtllm_tokenweave.device import (
+    CudaError,
+    DeviceArray,
+    DeviceMemory,
+    Gpu,
+    PinnedArray,
+    Stream,
+    current_gpu,
+    use_device,
+)
 from trtllm_tokenweave.errors import UserError
 
 
@@ -61,6 +70,25 @@ def test_a_failed_allocation_names_the_call(cuda: FakeRuntime) -> None:
     cuda.fails["cudaMalloc"] = OUT_OF_MEMORY
     with pytest.raises(CudaError, match="cudaMalloc: error 2"):
         DeviceMemory(100)
+
+
+def test_steps_write_and_read_the_first_elements(cuda: FakeRuntime) -> None:
+    stream, array = Stream(), DeviceArray.from_numpy(np.full((4, 3), 9, np.int32))
+    array.write(np.arange(0, 12, 2, dtype=np.int32), stream)
+    assert array.to_numpy().reshape(-1).tolist() == [0, 2, 4, 6, 8, 10, *[9] * 6]
+    pinned = PinnedArray((4, 3), np.int32)
+    window = array.read(pinned, (2, 3), stream)
+    assert window.tolist() == [[0, 2, 4], [6, 8, 10]]
+    assert np.shares_memory(window, pinned.array)
+    array.write(np.zeros((0, 3), np.int32), stream)
+    assert cuda.calls.count("cudaMemcpyAsync") == 2
+    for wrong in (np.zeros(13, np.int32), np.zeros(2, np.float32), np.zeros(8, np.int32)[::2]):
+        with pytest.raises(UserError, match="for a device array of int32"):
+            array.write(wrong, stream)
+    pinned.free()
+    pinned.free()
+    array.free()
+    assert not cuda.memory
 
 
 def test_gpu(cuda: FakeRuntime) -> None:

@@ -12,7 +12,9 @@ import trtllm_tokenweave.recorder as trt
 from trtllm_tokenweave.checkpoint import RandomCheckpoint
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.llama import NetworkOptions, build_llama, weight_specs
+from trtllm_tokenweave.llama import weights as weights_module
 from trtllm_tokenweave.llama.rope import cos_sin_table, inverse_frequencies
+from trtllm_tokenweave.llama.weights import RankWeights, replicated, window_weights
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import ModelConfig, MoeConfig, RotaryScaling
 from trtllm_tokenweave.recorder import RecordedNetwork
@@ -203,3 +205,34 @@ def test_rotary_constants_of_the_network() -> None:
     table = found["embed_positions_for_gpt_attention"].weights.numpy()
     assert np.array_equal(table, cos_sin_table(MODELS["llama"]))
     assert found["rotary_inv_freq"].weights.numpy().shape == (2,)
+
+
+# ---- random weights
+
+
+def random_weights(model: ModelConfig, rank: int, tp_size: int = 2) -> Weights:
+    mapping = Mapping(tp_size, rank, tp_size)
+    return window_weights(weight_specs(model, mapping), mapping, replicated(model, mapping))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_windows_of_random_numbers_are_a_ranks_weights(name: str) -> None:
+    model = MODELS[name]
+    first, second = (random_weights(model, rank) for rank in range(2))
+    RankWeights(weight_specs(model, Mapping(2, 0, 2)), Mapping(2, 0, 2), first)  # shapes and dtypes
+    same = {tensor for tensor in first if np.array_equal(first[tensor], second[tensor])}
+    assert same == replicated(model, Mapping(2, 0, 2))
+    assert {"transformer.vocab_embedding.weight", "transformer.ln_f.weight"} <= same
+    matrices = [w for tensor, w in first.items() if w.ndim > 1]
+    assert len({w.astype(np.float32).tobytes() for w in matrices}) == len(matrices)
+    for w in matrices:
+        assert abs(float(w.astype(np.float32).std()) * np.sqrt(w.shape[-1]) - 1) < 0.4
+    assert abs(float(first["transformer.ln_f.weight"].astype(np.float32).mean()) - 1) < 0.2
+
+
+def test_tensors_that_are_larger_than_the_buffer_are_made_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_module, "_MOST_NUMBERS", 100)
+    mapping = Mapping()
+    made = window_weights({"a": ((300, 100), "float32"), "b": ((7,), "float32")}, mapping, set())["a"]
+    assert np.isfinite(made).all()
+    assert len({row.tobytes() for row in made}) == len(made)  # no two rows are alike

@@ -22,6 +22,7 @@ from support.library_tests import looked_into, run_alone
 from trtllm_tokenweave import recorder
 from trtllm_tokenweave.config import read_environment
 from trtllm_tokenweave.libraries import find_library
+from trtllm_tokenweave.plugin_library import Counters
 from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, GEMM, NAMESPACE, SPECS, STREAM_JOIN, VERSION
 from trtllm_tokenweave.recorder.tensor import NetworkError
 from trtllm_tokenweave.table import Bucket, LaunchConfig, TableKey, TableRow, TuningTable
@@ -229,11 +230,11 @@ def test_loads_without_tensorrt() -> None:
 
 def test_counters_tell_another_library_apart() -> None:
     library = load()
-    counters = (ctypes.c_uint64 * 13)(13 * 8)
-    assert library.twPluginGetCounters(counters, None) == 0
-    assert list(counters)[1:] == [0] * 12
+    counters = Counters(ctypes.sizeof(Counters))
+    assert library.twPluginGetCounters(ctypes.byref(counters), None) == 0
+    assert not any(getattr(counters, field[0]) for field in Counters._fields_[1:])
     status = Status()
-    assert library.twPluginGetCounters((ctypes.c_uint64 * 13)(8), ctypes.byref(status)) == 1
+    assert library.twPluginGetCounters(ctypes.byref(Counters(8)), ctypes.byref(status)) == 1
     assert b"struct_bytes" in status.message
 
 

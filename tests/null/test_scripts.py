@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("build_scripts/common.sh", "build_scripts/demo", "build_scripts/test", ".ci/run")
+SCRIPTS = (
+    *("build_scripts/common.sh", "build_scripts/demo", "build_scripts/test", ".ci/run"),
+    *("build_scripts/installed_command", "build_scripts/mpi_run"),
+    *("build_scripts/triton_launch", "build_scripts/triton_repo"),
+)
 
 # What common.sh asks of Python. Every call of pip is noted in $CALLS; FAIL_PIP makes pip fail.
 PYTHON = """#!/bin/bash
@@ -218,5 +222,6 @@ def test_all_checks_run_and_the_last_lines_sum_up(clone: Clone) -> None:
         "mypy FAILED (exit 1)",
         "tests/null passed",
         "tests/ranks skipped: mpirun is not installed (sudo apt-get install openmpi-bin libopenmpi-dev)",
+        "tests/serving skipped: mpirun is not installed (sudo apt-get install openmpi-bin libopenmpi-dev)",
     ]
     assert summary[-1] == "FAILED"

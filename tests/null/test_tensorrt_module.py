@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,15 @@ from support.fake_gpu import FakeRuntime, fake_tensorrt, install_tensorrt
 from trtllm_tokenweave import tensorrt_module
 from trtllm_tokenweave.config import read_environment
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
-from trtllm_tokenweave.tensorrt_module import LINES, LogLines, create_builder, logger, tensorrt, tensorrt_error
+from trtllm_tokenweave.tensorrt_module import (
+    LINES,
+    LogLines,
+    create_builder,
+    logger,
+    progress_monitor,
+    tensorrt,
+    tensorrt_error,
+)
 
 
 @pytest.fixture
@@ -179,6 +188,20 @@ def test_a_package_brings_its_own_kernels(lonely: pytest.MonkeyPatch, tmp_path: 
     assert create_builder() == "builder"
 
 
+def test_builds_say_how_far_they_are(trt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    trt.__dict__["IProgressMonitor"] = type("IProgressMonitor", (), {})
+    clock = iter([0.0, 1.0, 5.0, 6.0, 11.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    said: list[str] = []
+    monitor = progress_monitor(said.append)
+    monitor.phase_start("Tactic Selection", None, 40)
+    assert all(monitor.step_complete("Tactic Selection", step) for step in range(3))
+    monitor.phase_finish("Tactic Selection")
+    monitor.phase_finish("Tactic Selection")
+    assert monitor.step_complete("Unknown", 4)  # never stops a build
+    assert said == ["Tactic Selection: 2 of 40", "Unknown: 5 of 0"]
+
+
 # ---- the log
 
 
@@ -207,3 +230,15 @@ def test_errors_carry_the_log(trt: ModuleType) -> None:
     assert str(tensorrt_error("no plan")) == "no plan: TensorRT gave no reason"
     assert logger() is logger()
     assert LINES is tensorrt_module.LINES
+
+
+def test_what_tensorrt_calls_an_error_and_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    lines = LogLines("tokenweave-test", keep=2)
+    caplog.set_level(logging.INFO, "tokenweave-test")
+    lines.record(1, "the reason")
+    for _ in range(9):
+        lines.record(
+            1, "[pluginResourceContext.cpp::getGpuAllocator::34] (Assertion mGpuAllocator != nullptr failed. )"
+        )
+    assert lines.take_errors() == "the reason"
+    assert [record.getMessage() for record in caplog.records] == ["the reason"]

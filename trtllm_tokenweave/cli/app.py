@@ -43,12 +43,14 @@ class Command:
         module: Module that holds it.
         attribute: A function (one command) or a ``typer.Typer`` (a group) in that module.
         summary: Its line in the list of commands.
+        passes_on: Every word after its name is handed to the function (`typer.Context.args`): it runs another program.
     """
 
     name: str
     module: str
     attribute: str
     summary: str
+    passes_on: bool = False
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -57,6 +59,18 @@ COMMANDS: tuple[Command, ...] = (
         "trtllm_tokenweave.cli.demo",
         "demo",
         "Weave a real Llama, run it beside the stock network and show that both say the same.",
+    ),
+    Command(
+        "build",
+        "trtllm_tokenweave.cli.build",
+        "build",
+        "Build a model as TensorRT engines, woven; under mpirun one for each rank.",
+    ),
+    Command(
+        "run",
+        "trtllm_tokenweave.cli.run",
+        "run",
+        "Generate text with engines that build made; under mpirun as their ranks.",
     ),
     Command(
         "inspect",
@@ -77,10 +91,47 @@ COMMANDS: tuple[Command, ...] = (
         "Show, compare, join, check and convert tuning tables.",
     ),
     Command(
+        "tune",
+        "trtllm_tokenweave.cli.tune",
+        "tune",
+        "Measure which split and how many CTAs each step size should have, and write the table.",
+    ),
+    Command(
         "bench",
         "trtllm_tokenweave.cli.bench",
         "app",
         "Measure the fused kernel on this machine's GPUs against its peers; redraw plots.",
+    ),
+    Command(
+        "trtllm-build",
+        "trtllm_tokenweave.cli.trtllm_build",
+        "trtllm_build",
+        "TensorRT-LLM's trtllm-build, with --plugin tokenweave.",
+        passes_on=True,
+    ),
+    Command(
+        "shim",
+        "trtllm_tokenweave.cli.shim",
+        "app",
+        "Put a trtllm-build that knows --plugin tokenweave on PATH, or take it away.",
+    ),
+    Command(
+        "model-cls-file",
+        "trtllm_tokenweave.cli.trtllm_build",
+        "model_cls_file",
+        "Print the file that an unmodified trtllm-build takes as --model_cls_file.",
+    ),
+    Command(
+        "mpi-run",
+        "trtllm_tokenweave.cli.mpi_run",
+        "mpi_run",
+        "Start a program on several ranks with mpirun.",
+    ),
+    Command(
+        "triton",
+        "trtllm_tokenweave.cli.triton",
+        "app",
+        "Make model repositories and start Triton servers under mpirun.",
     ),
     Command(
         "doctor",
@@ -89,6 +140,10 @@ COMMANDS: tuple[Command, ...] = (
         "Say what is installed, what is missing, what each lack costs and how to get it.",
     ),
 )
+
+
+#: Of a command that hands its words on: also --help is another program's.
+_PASSES_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
 def build_app(loaded: Collection[str]) -> typer.Typer:
@@ -110,7 +165,8 @@ def build_app(loaded: Collection[str]) -> typer.Typer:
         if isinstance(target, typer.Typer):
             app.add_typer(target, name=command.name, short_help=command.summary)
         else:
-            app.command(command.name, short_help=command.summary)(target or _not_loaded)
+            settings = _PASSES_ON if command.passes_on else None
+            app.command(command.name, short_help=command.summary, context_settings=settings)(target or _not_loaded)
     return app
 
 
@@ -122,11 +178,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = list(sys.argv[1:] if argv is None else argv)
     report = _ErrorReport(as_json="--json" in args)
-    limit_blas_threads()
+    # The first word that is no option names the command: the options of the program itself take no values.
+    named = [word for word in args if not word.startswith("-")][:1]
+    if not any(command.passes_on and command.name in named for command in COMMANDS):
+        limit_blas_threads()
     try:
         report.environment = read_environment()
-        # The first word that is no option names the command: the options of the program itself take no values.
-        app = build_app([word for word in args if not word.startswith("-")][:1])
+        app = build_app(named)
         code = get_command(app)(args=args or ["--help"], prog_name=PROG, standalone_mode=False)
         if code == _EXIT_CODES["interrupted"]:
             return report.say("interrupted", "interrupted", KeyboardInterrupt())
