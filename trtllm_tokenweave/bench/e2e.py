@@ -11,7 +11,7 @@ import datetime as dt
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from trtllm_tokenweave.agreement import on_all_ranks
 from trtllm_tokenweave.batch import SequenceStep, StepLayout, step_inputs
 from trtllm_tokenweave.bench import timeline
 from trtllm_tokenweave.bench.rank_timing import METHOD, ROUNDS, RankTimer
-from trtllm_tokenweave.bench.stack import MODES, TOLERANCE, Mode, Running
+from trtllm_tokenweave.bench.stack import MODES, TOLERANCE, Mode, Running, close_all
 from trtllm_tokenweave.builder import BuilderSettings, Ranges, ShapeRange, build_on_all_ranks, opt_num_tokens
 from trtllm_tokenweave.checkpoint import RankWeights
 from trtllm_tokenweave.comm import CommBackend
@@ -167,12 +167,8 @@ class E2eRunner(RankTimer):
         self._outputs = {variant: self._output(variant) for variant in bench.variants}
 
     def close(self) -> None:
-        """Give everything back; graphs before their contexts."""
-        with ExitStack() as last_first:
-            for running in self.engines.values():
-                last_first.callback(running.context.close)
-                last_first.callback(running.graphs.close)
-            last_first.callback(self.stream.synchronize)
+        """Give everything back."""
+        close_all(self.engines.values(), self.stream)
 
     def _output(self, variant: Variant) -> DeviceArray:
         local = self.bench.config.local(self.comm.size)

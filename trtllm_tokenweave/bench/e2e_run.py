@@ -8,7 +8,6 @@ from typing import Any
 
 from trtllm_tokenweave.bench.e2e import VARIANTS, E2eBench, measure_e2e
 from trtllm_tokenweave.comm import MpiComm
-from trtllm_tokenweave.config import read_environment
 from trtllm_tokenweave.decoder import check_attention, check_table, register_decoder_plugins
 from trtllm_tokenweave.device import current_gpu, use_device
 from trtllm_tokenweave.errors import UserError
@@ -16,7 +15,6 @@ from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import preset
 from trtllm_tokenweave.passes import WeaveOptions
 from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow, TuningTable, load_table
-from trtllm_tokenweave.tensorrt_module import tensorrt
 from trtllm_tokenweave.waves import default_table
 
 #: Rows of the vocabulary that are kept: the head works on one token, and its weights would be built into each engine.
@@ -77,12 +75,9 @@ def run_e2e(arguments: E2eArguments) -> dict[str, Any] | None:
     Raises:
         UserError: options that do not fit, or a machine that cannot do it.
     """
-    from trtllm_tokenweave.bench.kernel import command, machine  # needs torch
+    from trtllm_tokenweave.bench.stack_run import launched, origin  # needs torch
 
-    launcher = read_environment().launcher
-    if launcher is None or launcher.size < 2:
-        fix = "mpirun -n 2 trtllm-tokenweave bench e2e ..."
-        raise UserError("there is one rank, so nothing to communicate", where="bench e2e", fix=fix)
+    launcher = launched("e2e")
     bench = read_bench(arguments, Mapping(launcher.size, launcher.rank, launcher.size))
     gpu = current_gpu()
     comm = MpiComm()
@@ -93,10 +88,8 @@ def run_e2e(arguments: E2eArguments) -> dict[str, Any] | None:
     document = measure_e2e(bench, comm, arguments.timing_cache)
     if comm.rank != 0:
         return None
-    versions = {"tensorrt": str(tensorrt().__version__), "cuda_driver": gpu.driver}
     return {
-        "command": f"mpirun -n {comm.size} {command()}",
-        "machine": machine() | versions,
+        **origin(comm, gpu),
         "model": arguments.preset,
         "table": None if arguments.table is None else bench.weave.table.sha256,
         "ctas": None if arguments.table is not None else arguments.ctas,

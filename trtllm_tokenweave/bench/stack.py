@@ -10,7 +10,7 @@ import datetime as dt
 import json
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -109,6 +109,15 @@ class Running:
         }
 
 
+def close_all(engines: Iterable[Running], stream: Stream) -> None:
+    """Give engines back. Graphs go first: a NCCL communicator waits for those that it was captured in."""
+    with ExitStack() as last_first:
+        for running in engines:
+            last_first.callback(running.context.close)
+            last_first.callback(running.graphs.close)
+        last_first.callback(stream.synchronize)
+
+
 class StackRunner(RankTimer):
     """Runs the engines of one rank on arrays that they share."""
 
@@ -131,12 +140,8 @@ class StackRunner(RankTimer):
                 self.engines[name] = Running.make(bench, variant, gemm, comm, folder, fused)
 
     def close(self) -> None:
-        """Give everything back. Graphs go first: a NCCL communicator waits for those that it was captured in."""
-        with ExitStack() as last_first:
-            for running in self.engines.values():
-                last_first.callback(running.context.close)
-                last_first.callback(running.graphs.close)
-            last_first.callback(self.stream.synchronize)
+        """Give everything back."""
+        close_all(self.engines.values(), self.stream)
 
     def bindings(self, tokens: int) -> tuple[Bindings, Bindings]:
         """The first rows of the shared arrays."""

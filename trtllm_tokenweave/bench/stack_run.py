@@ -10,9 +10,9 @@ from typing import Any, cast
 from trtllm_tokenweave.bench.kernel import command, machine
 from trtllm_tokenweave.bench.stack import StackBench, measure_stack
 from trtllm_tokenweave.bench.stack_network import Gemm, Stack
-from trtllm_tokenweave.comm import MpiComm
-from trtllm_tokenweave.config import read_environment
-from trtllm_tokenweave.device import current_gpu, use_device
+from trtllm_tokenweave.comm import CommBackend, MpiComm
+from trtllm_tokenweave.config import Launcher, read_environment
+from trtllm_tokenweave.device import Gpu, current_gpu, use_device
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import preset
@@ -39,16 +39,32 @@ class StackArguments:
     timing_cache: Path | None = None
 
 
+def launched(bench: str) -> Launcher:
+    """What mpirun started.
+
+    Raises:
+        UserError: one rank, or none.
+    """
+    launcher = read_environment().launcher
+    if launcher is None or launcher.size < 2:
+        fix = f"mpirun -n 2 trtllm-tokenweave bench {bench} ..."
+        raise UserError("there is one rank, so nothing to communicate", where=f"bench {bench}", fix=fix)
+    return launcher
+
+
+def origin(comm: CommBackend, gpu: Gpu) -> dict[str, Any]:
+    """The command and the machine, as results hold them."""
+    versions = {"tensorrt": str(tensorrt().__version__), "cuda_driver": gpu.driver}
+    return {"command": f"mpirun -n {comm.size} {command()}", "machine": machine() | versions}
+
+
 def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
     """Measure on the ranks that mpirun started; the document on rank 0, None on the others.
 
     Raises:
         UserError: options that do not fit, or a machine that cannot do it.
     """
-    launcher = read_environment().launcher
-    if launcher is None or launcher.size < 2:
-        fix = "mpirun -n 2 trtllm-tokenweave bench stack ..."
-        raise UserError("there is one rank, so nothing to communicate", where="bench stack", fix=fix)
+    launcher = launched("stack")
     config = preset(arguments.preset).model_copy(update={"num_hidden_layers": arguments.layers})
     config.local(launcher.size)
     gpu = current_gpu()
@@ -76,10 +92,8 @@ def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
     document = measure_stack(bench, comm)
     if comm.rank != 0:
         return None
-    versions = {"tensorrt": str(tensorrt().__version__), "cuda_driver": gpu.driver}
     return {
-        "command": f"mpirun -n {comm.size} {command()}",
-        "machine": machine() | versions,
+        **origin(comm, gpu),
         "model": arguments.preset,
         "offset": arguments.row.split_offset,
         "symmetric": arguments.symmetric,
