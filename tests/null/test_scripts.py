@@ -220,6 +220,7 @@ def test_all_checks_run_and_the_last_lines_sum_up(clone: Clone) -> None:
         "ruff check passed",
         "ruff format passed",
         "mypy FAILED (exit 1)",
+        "API reference passed",
         "tests/null passed",
         "tests/ranks skipped: mpirun is not installed (sudo apt-get install openmpi-bin libopenmpi-dev)",
         "tests/serving skipped: mpirun is not installed (sudo apt-get install openmpi-bin libopenmpi-dev)",
