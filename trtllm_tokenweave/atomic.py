@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trtllm_tokenweave.errors import UserError
@@ -44,6 +44,34 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> Path:
         if aside is not None:
             aside.unlink(missing_ok=True)
     return path
+
+
+def replace_files(files: Sequence[tuple[Path, Callable[[Path], object]]]) -> None:
+    """Write all files aside, then rename them, the last one first: a write that fails changes none.
+
+    Args:
+        files: Paths, and what writes each; see :func:`replace_file`.
+
+    Raises:
+        UserError: as of :func:`replace_file`.
+    """
+    if not files:
+        return
+    (path, write), *rest = files
+
+    def write_and_go_on(aside: Path) -> None:
+        write(aside)
+        replace_files(rest)
+
+    replace_file(path, write_and_go_on)
+
+
+def same_file(a: Path, b: Path) -> bool:
+    """Whether two paths name one file, also through links; of files that do not exist, whether they are equal."""
+    try:
+        return a.samefile(b)
+    except OSError:
+        return a.absolute() == b.absolute()
 
 
 def check_target(path: Path) -> None:

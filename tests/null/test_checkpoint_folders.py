@@ -22,6 +22,7 @@ from trtllm_tokenweave.checkpoint import (
     numpy_dtype,
     open_checkpoint,
 )
+from trtllm_tokenweave.cli.app import main
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import ModelConfig, make_config
@@ -487,3 +488,28 @@ def test_dtype_that_is_not_served(tmp_path: Path) -> None:
     write_hugging_face(tmp_path)
     with pytest.raises(UserError, match="dtype 'int4' is not served"):
         open_checkpoint(tmp_path, dtype="int4")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("output", ["model.json", "config.json", "LINK"])
+def test_inspect_does_not_replace_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str], output: str) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    write_hugging_face(folder)
+    before = contents(folder)
+    target = folder / output
+    if output == "LINK":
+        target = tmp_path / "link.json"
+        target.symlink_to(folder / "config.json")
+    words = ["inspect", "--checkpoint", str(folder), "--tp", "2", "-o"]
+    assert main([*words, str(target)]) == 2
+    assert "is a file of the input" in capsys.readouterr().err
+    assert contents(folder) == before
+    woven = tmp_path / "woven.json"
+    for _ in range(2):
+        assert main([*words, str(woven)]) == 0
+        assert woven.with_suffix(".safetensors").exists()
+    assert contents(folder) == before

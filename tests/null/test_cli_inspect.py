@@ -68,6 +68,38 @@ def test_woven_network_is_saved_and_loads(capsys: pytest.CaptureFixture[str], re
     assert sum(layer.name.startswith("tokenweave/site_") for layer in network.layers) >= 4 * 4
 
 
+@pytest.mark.parametrize(("words", "mode"), [((), "weave"), (("--max-num-tokens", "64"), "fuse")])
+def test_an_already_woven_network_is_said_to_be_one(
+    capsys: pytest.CaptureFixture[str], recorded: Path, tmp_path: Path, words: tuple[str, ...], mode: str
+) -> None:
+    woven = str(tmp_path / "woven.json")
+    code, document, _ = call(capsys, "inspect", str(recorded), "-o", woven, *words)
+    assert (code, document["mode"], document["already_woven"]) == (0, mode, None)
+    code, document, _ = call(capsys, "inspect", woven)
+    assert (code, document["mode"], document["already_woven"]) == (0, mode, {"mode": mode, "sites": 4})
+    assert main(["inspect", woven]) == 0
+    assert f"already woven: 4 sites, mode {mode}" in capsys.readouterr().out
+    code, document, _ = call(capsys, "demo", "--network", woven)
+    assert code == 2
+    assert document["error"]["what"] == f"is already woven: 4 sites, mode {mode}"
+    assert "before it is woven" in document["error"]["fix"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+@pytest.mark.parametrize("output", ["network.json", "table.json"])
+def test_other_inputs_are_not_replaced(capsys: pytest.CaptureFixture[str], recorded: Path, output: str) -> None:
+    table = str(other_model(recorded.parent))
+    before = contents(recorded.parent)
+    words = [str(recorded), "--table", table, "-o", str(recorded.parent / output)]
+    code, document, _ = call(capsys, "inspect", *words)
+    assert code == 2
+    assert "is a file of the input" in document["error"]["what"]
+    assert contents(recorded.parent) == before
+
+
 def read_twice(stack: Stack, index: int, reduced: trt.ITensor, _total: trt.ITensor) -> None:
     if index == 1:
         reduced.name = "probe"

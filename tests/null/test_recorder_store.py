@@ -9,8 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import trtllm_tokenweave.recorder as trt
+from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.plugin_specs import BATCH_SPLIT, NAMESPACE, VERSION
 from trtllm_tokenweave.recorder import NetworkError, RecordedNetwork, TensorDesc
 from trtllm_tokenweave.recorder.plugin import PluginKey, PluginRegistry, PluginSpec
@@ -208,17 +210,18 @@ def _first(document: dict[str, Any], kind: str) -> dict[str, Any]:
     [
         (lambda d: d.update(format="other"), "is not a recorded network"),
         (lambda d: d.update(version=99), "format version 99"),
-        (lambda d: d.pop("layers"), "is damaged"),
-        (lambda d: d["inputs"][0].update(dtype="COMPLEX"), "is damaged"),
+        (lambda d: d.pop("layers"), "is damaged: 'layers' is missing"),
+        (lambda d: d["layers"].insert(0, "x"), "is damaged: a value is of another kind"),
+        (lambda d: d["inputs"][0].update(dtype="COMPLEX"), "is damaged: 'COMPLEX' is missing or not known"),
         (lambda d: _first(d, "SHAPE").update(type="LOOP"), "layer kind 'LOOP' is not recorded"),
-        (lambda d: _first(d, "IDENTITY").update(inputs=[999]), "is damaged"),
+        (lambda d: _first(d, "IDENTITY").update(inputs=[999]), "is damaged: a number refers to nothing"),
         (lambda d: _first(d, "CAST")["outputs"][0].update(shape=[1, 1]), "the file says"),
         (lambda d: _first(d, "ELEMENTWISE")["attrs"].update(op="XOR"), "needs BOOL"),
         (lambda d: _first(d, "CONSTANT")["attrs"].update(shape=[5]), "do not fill shape"),
         (lambda d: _first(d, "PLUGIN_V2")["plugin"]["fields"].pop("group"), "field 'group' is missing"),
         (lambda d: d.update(outputs=d["outputs"] * 2), "is an output already"),
         (lambda d: d.update(outputs=[0]), "is a network input"),
-        (lambda d: d.update(outputs=[-1]), "is damaged"),
+        (lambda d: d.update(outputs=[-1]), "is damaged: output -1 is no tensor"),
         (lambda d: d.pop("version"), "has format version None"),
         (lambda d: d.update(version="x"), "has format version 'x'"),
     ],
@@ -227,8 +230,61 @@ def test_a_damaged_file_is_refused(tmp_path: Path, edit: Any, message: str) -> N
     path = tmp_path / "net.json"
     save(every_layer(), path)
     change(path, edit)
-    with pytest.raises(NetworkError, match=message):
+    with pytest.raises(NetworkError, match=message) as caught:
         load(path, trt.get_plugin_registry())
+    assert "Error" not in str(caught.value)
+
+
+def one_constant(value: float) -> RecordedNetwork:
+    net = RecordedNetwork()
+    net.mark_output(out(net.add_constant((1,), np.full(1, value, np.float32))))
+    return net
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("failing", [".json", ".safetensors"])
+def test_a_full_disk_changes_neither_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: bool, failing: str
+) -> None:
+    path = tmp_path / "net.json"
+    if older:
+        save(one_constant(1), path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full(*_args: Any, **_kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if failing == ".json":
+        monkeypatch.setattr(Path, "write_text", full)
+    else:
+        monkeypatch.setattr("safetensors.numpy.save_file", full)
+    with pytest.raises(UserError, match=rf"net{failing}: cannot be written: No space left on device"):
+        save(one_constant(2), path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("content", ["a model", "nothing readable"])
+def test_weights_of_something_else_are_not_replaced(tmp_path: Path, content: str) -> None:
+    weights = tmp_path / "net.safetensors"
+    if content == "a model":
+        save_file({"0": np.ones(1, np.float32)}, weights, metadata={"format": "pt"})
+    else:
+        weights.write_bytes(b"not weights at all")
+    before = weights.read_bytes()
+    with pytest.raises(NetworkError, match="is not marked as the weights of a recorded network"):
+        save(one_constant(2), tmp_path / "net.json")
+    assert [file.name for file in tmp_path.iterdir()] == [weights.name]
+    assert weights.read_bytes() == before
+
+
+def test_a_saved_network_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "net.json"
+    for value in (1, 2):
+        assert save(one_constant(value), path) == [path, path.with_suffix(".safetensors")]
+    (layer,) = load(path, trt.get_plugin_registry()).layers
+    assert isinstance(layer, trt.IConstantLayer)
+    assert layer.weights.array is not None
+    assert layer.weights.array.tolist() == [2]
 
 
 def test_missing_files_are_refused(tmp_path: Path) -> None:
@@ -251,9 +307,7 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
 def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "net.json"
     save(every_layer(), path)
-    small = RecordedNetwork()
-    small.mark_output(out(small.add_constant((1,), np.zeros(1, np.float32))))
-    save(small, tmp_path / "small.json")
+    save(one_constant(0), tmp_path / "small.json")
     (tmp_path / "small.safetensors").replace(path.with_suffix(".safetensors"))
     with pytest.raises(NetworkError, match="has no weights of layer"):
         load(path, trt.get_plugin_registry())

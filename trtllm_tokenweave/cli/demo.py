@@ -21,7 +21,7 @@ from trtllm_tokenweave import __version__
 from trtllm_tokenweave.atomic import check_folder, check_target
 from trtllm_tokenweave.checkpoint import Checkpoint, open_checkpoint, smollm2_gguf
 from trtllm_tokenweave.cli.console import make_console
-from trtllm_tokenweave.cli.inspect import describe, mapping_of, network_table
+from trtllm_tokenweave.cli.inspect import already_woven, describe, mapping_of, network_table
 from trtllm_tokenweave.comm import CommBackend, MpiComm
 from trtllm_tokenweave.config import read_environment
 from trtllm_tokenweave.demo import DemoOptions, DemoResult, check_network, run_demo
@@ -49,7 +49,9 @@ def demo(
     checkpoint: Annotated[
         Path | None, typer.Option(help="GGUF file, Hugging Face or TensorRT-LLM folder; default: SmolLM2-135M.")
     ] = None,
-    network: Annotated[Path | None, typer.Option(help="Weave and check this recorded network instead.")] = None,
+    network: Annotated[
+        Path | None, typer.Option(help="Weave and check this recorded network, saved before it was woven.")
+    ] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Prompt, may be repeated; default: six of them.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt.")] = DemoOptions.max_new_tokens,
     mpi: Annotated[bool, typer.Option(help="Run again under mpirun, one process a rank, where there is MPI.")] = True,
@@ -236,6 +238,10 @@ def _gpu_lines(gpu: dict[str, Any] | None) -> list[str]:
 
 def _network(path: Path, as_json: bool) -> None:
     stock = load(path)
+    woven = already_woven(stock)
+    if woven is not None:
+        fix = "save the network before it is woven (recorder.save): the demo weaves it, and compares both"
+        raise UserError(f"is {woven}", where=str(path), fix=fix)
     table = network_table(stock, mapping_of(stock, path), granularity=16, min_tokens=12)
     check = check_network(stock, path, table)
     document = describe(check.weave, 0.0) | {

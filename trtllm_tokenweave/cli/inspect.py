@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -14,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from trtllm_tokenweave import recorder
-from trtllm_tokenweave.atomic import check_target
+from trtllm_tokenweave.atomic import check_target, same_file
+from trtllm_tokenweave.attention_roles import int_field
 from trtllm_tokenweave.checkpoint import open_checkpoint
 from trtllm_tokenweave.cli.console import make_console
 from trtllm_tokenweave.cli.inspect_engine import is_engine, show_engine
@@ -22,7 +23,8 @@ from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.llama import NetworkOptions, build_llama
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import ModelConfig, preset
-from trtllm_tokenweave.passes import WeaveOptions, WeaveResult, weave
+from trtllm_tokenweave.passes import WeaveMode, WeaveOptions, WeaveResult, weave
+from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, NAMESPACE, VERSION, Half
 from trtllm_tokenweave.recorder import RecordedNetwork
 from trtllm_tokenweave.recorder.enums import TRT_NAMES
 from trtllm_tokenweave.recorder.trtllm_plugins import ALL_REDUCE
@@ -59,6 +61,8 @@ def inspect_(
         raise UserError("give one of NETWORK, --preset and --checkpoint", where="inspect")
     if output is not None:
         check_target(output)
+        weights = None if network is None or network.is_dir() else network.with_suffix(".safetensors")
+        _check_output(output, network, weights, checkpoint, table)
     if network is not None and is_engine(network):
         if output is not None or table is not None:
             option = "--output" if output is not None else "--table"
@@ -83,15 +87,28 @@ def inspect_(
         if table is not None:
             tuning.check_key(table_key(config, tp_size).model_dump(exclude={"gpu"}), where=str(table))
     built = time.perf_counter() - started
+    found = already_woven(recorded)
     result = weave(
         recorded, WeaveOptions(mapping, tuning, max_batch_size, max_num_tokens, split_attention=split_attention)
     )
     document = describe(result, built)
+    document["already_woven"] = None if found is None else asdict(found)
+    if found is not None:
+        document["mode"] = found.mode
     document["written"] = [] if output is None else [str(path) for path in recorder.save(recorded, output)]
     if as_json:
         print(json.dumps(document))
     else:
-        _print(document, result)
+        _print(document, result, found)
+
+
+def _check_output(output: Path, *given: Path | None) -> None:
+    """Refuse an output that would replace a file of the input; in a checkpoint's folder, any file is one."""
+    inputs = [p for path in given if path is not None for p in (path.iterdir() if path.is_dir() else (path,))]
+    for written in (output, output.with_suffix(".safetensors")):
+        if written.exists() and any(same_file(written, path) for path in inputs):
+            fix = "write the result to another file"
+            raise UserError(f"{written} is a file of the input", where="--output", fix=fix)
 
 
 def _build(
@@ -128,6 +145,27 @@ def mapping_of(network: RecordedNetwork, path: Path, rank: int = 0) -> Mapping:
     raise UserError(
         "no AllReduce layer: there is nothing to fuse", where=str(path), fix="record a network of tp_size 2 or more"
     )
+
+
+@dataclass(frozen=True)
+class AlreadyWoven:
+    """What a network that is woven already holds: into what it was made, and its fusion sites."""
+
+    mode: WeaveMode
+    sites: int
+
+    def __str__(self) -> str:
+        return f"already woven: {self.sites} sites, mode {self.mode}"
+
+
+def already_woven(network: RecordedNetwork) -> AlreadyWoven | None:
+    """What the pass has done to a recorded network before; None: nothing."""
+    plugins = [layer.plugin for layer in network.layers if isinstance(layer, recorder.IPluginV3Layer)]
+    fused = [plugin.fields for plugin in plugins if plugin.spec.key == (ALL_REDUCE_RMS_NORM, VERSION, NAMESPACE)]
+    if not fused:
+        return None
+    split = any(int_field(fields, "half") != Half.WHOLE for fields in fused)
+    return AlreadyWoven("weave" if split else "fuse", len({int_field(fields, "site") for fields in fused}))
 
 
 def network_table(network: RecordedNetwork, mapping: Mapping, **fields: Any) -> TuningTable:
@@ -167,7 +205,7 @@ def describe(result: WeaveResult, build_seconds: float) -> dict[str, Any]:
     }
 
 
-def _print(document: dict[str, Any], result: WeaveResult) -> None:
+def _print(document: dict[str, Any], result: WeaveResult, found: AlreadyWoven | None) -> None:
     console = make_console()
     sites, refused = document["sites"], document["refused"]
     wheres, gammas = ([_plain_path(site[key]) for site in sites] for key in ("all_reduce", "gamma"))
@@ -177,11 +215,14 @@ def _print(document: dict[str, Any], result: WeaveResult) -> None:
     for site, where, gamma in zip(sites, _without_prefix(wheres), _without_prefix(gammas), strict=True):
         cells = (site["index"], site["kind"], where, gamma, f"{site['eps']:g}", len(site["layers"]))
         table.add_row(*(escape(str(cell)) for cell in cells))
-    console.print(table if sites else "No fusion site.")
+    if found is None:
+        console.print(table if sites else "No fusion site.")
     for refusal in refused:
         console.print(f"{refusal['stage']}: {escape(refusal['where'])}: {escape(refusal['reason'])}")
     region, seconds = document["region"], document["seconds"]
-    console.print(f"{len(sites)} sites, mode [bold]{result.mode}[/bold]")
+    console.print(
+        f"{len(sites)} sites, mode [bold]{result.mode}[/bold]" if found is None else f"{found}, left as it is"
+    )
     if region is not None:
         console.print(
             f"split from {escape(region['entry'])}, attention {region['attention']}\n"

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from trtllm_tokenweave.atomic import replace_file
+from trtllm_tokenweave.atomic import replace_files
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.predict.check import check_document, check_markdown, errors
 from trtllm_tokenweave.predict.data import FOLDER, Fitted
@@ -48,13 +49,8 @@ def _text(document: Any) -> str:
 
 
 def _write_both(first: tuple[Path, str], second: tuple[Path, str]) -> None:
-    """Replace both files, or neither: the second, inside of the first's writing, where its failure stops that."""
-
-    def write(aside: Path) -> None:
-        aside.write_text(first[1])
-        replace_file(second[0], lambda aside: aside.write_text(second[1]))
-
-    replace_file(first[0], write)
+    """Replace both files, or neither."""
+    replace_files([(path, partial(Path.write_text, data=text)) for path, text in (first, second)])
     for path, _ in (first, second):
         print(f"wrote {path}")
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_tokenweave.atomic import check_target, replace_file
+from trtllm_tokenweave.atomic import check_target, replace_files
 from trtllm_tokenweave.recorder import enums
 from trtllm_tokenweave.recorder import layers as L  # noqa: N812
 from trtllm_tokenweave.recorder.network import RecordedNetwork
@@ -26,6 +27,7 @@ from trtllm_tokenweave.recorder.plugin import (
 from trtllm_tokenweave.recorder.tensor import ITensor, NetworkError, TensorDesc, Weights, check_shape_tensor
 from trtllm_tokenweave.topology import producers_first
 
+FORMAT = "trtllm_tokenweave.network"
 FORMAT_VERSION = 1
 _LAYER_CLASSES: dict[str, type[L.ILayer]] = {
     cls.layer_type.name: cls
@@ -87,13 +89,14 @@ def _producers_first(network: RecordedNetwork) -> list[L.ILayer]:
 def save(network: RecordedNetwork, path: str | Path) -> list[Path]:
     """Write ``path`` (``NAME.json``) and, where constants have values, ``NAME.safetensors`` beside it.
 
-    Both files are written aside and renamed, the weights first, so that a good pair is never half replaced.
+    Both files are written aside before either is renamed, so that a good pair is never half replaced.
 
     Returns:
         The files written.
 
     Raises:
-        UserError: when the name does not end in ``.json``, or a file cannot be written.
+        UserError: when the name does not end in ``.json``, a file cannot be written, or the weights would replace
+            those of something else.
     """
     path = Path(path)
     if path.suffix != ".json":
@@ -125,26 +128,47 @@ def save(network: RecordedNetwork, path: str | Path) -> list[Path]:
         records.append(record)
     inputs = [_desc(t) | {"dims": {str(i): n for i, n in t._dims.items()}} for t in ids if t.is_network_input]
     document = {
-        "format": "trtllm_tokenweave.network",
+        "format": FORMAT,
         "version": FORMAT_VERSION,
         "name": network.name,
         "inputs": inputs,
         "layers": records,
         "outputs": [ids[network.get_output(i)] for i in range(network.num_outputs)],
     }
-    written = []
+    files: list[tuple[Path, Callable[[Path], object]]] = [(path, lambda aside: aside.write_text(json.dumps(document)))]
     if arrays:
-        written.append(_save_arrays(arrays, path.with_suffix(".safetensors")))
-    return [replace_file(path, lambda aside: aside.write_text(json.dumps(document))), *written]
+        weights = path.with_suffix(".safetensors")
+        _check_replaceable(weights)
+        files.append((weights, lambda aside: _save_arrays(arrays, aside, weights)))
+    replace_files(files)
+    return [file for file, _ in files]
 
 
-def _save_arrays(arrays: dict[str, NDArray[Any]], path: Path) -> Path:
+def _check_replaceable(path: Path) -> None:
+    """Refuse to replace weights that are not marked as a recorded network's: a model's, perhaps."""
+    from safetensors import SafetensorError, safe_open
+
+    check_target(path)
+    if not path.exists():
+        return
+    try:
+        with safe_open(path, framework="numpy") as file:
+            ours = (file.metadata() or {}).get("format") == FORMAT
+    except (OSError, SafetensorError):
+        ours = False
+    if not ours:
+        what = "exists, and is not marked as the weights of a recorded network"
+        raise NetworkError(what, where=str(path), fix="give the network another name, or remove the file")
+
+
+def _save_arrays(arrays: dict[str, NDArray[Any]], aside: Path, path: Path) -> None:
+    """Write what will become ``path``."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     packed = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
     try:
-        return replace_file(path, lambda aside: save_file(packed, aside))
+        save_file(packed, aside, metadata={"format": FORMAT})
     except SafetensorError as error:
         raise NetworkError(f"cannot be written: {error}", where=str(path)) from None
 
@@ -184,7 +208,7 @@ def load(path: str | Path, registry: PluginRegistry | None = None) -> RecordedNe
         raise NetworkError(f"cannot be read: {error.strerror or error}", where=str(path)) from None
     except (ValueError, RecursionError) as error:
         raise NetworkError(f"is no JSON: {error}", where=str(path)) from None
-    if not isinstance(document, dict) or document.get("format") != "trtllm_tokenweave.network":
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise NetworkError("is not a recorded network", where=str(path))
     format_version = document.get("version")
     if not isinstance(format_version, int) or format_version < 1:
@@ -198,7 +222,16 @@ def load(path: str | Path, registry: PluginRegistry | None = None) -> RecordedNe
     try:
         return _build(document, path, registry)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise NetworkError(f"is damaged ({type(error).__name__}: {error})", where=str(path)) from None
+        raise NetworkError(f"is damaged: {_fault(error)}", where=str(path)) from None
+
+
+def _fault(error: Exception) -> str:
+    """What a file must have wrong to end in an exception of Python."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing or not known"
+    if isinstance(error, AttributeError | TypeError):
+        return "a value is of another kind than expected (text, number, list or section)"
+    return "a number refers to nothing" if isinstance(error, IndexError) else str(error)
 
 
 def _build(document: dict[str, Any], path: Path, registry: PluginRegistry) -> RecordedNetwork:
@@ -220,7 +253,7 @@ def _build(document: dict[str, Any], path: Path, registry: PluginRegistry) -> Re
             layer = _layer(network, record, tensors, array, registry)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             where = f"{path}: layer {record.get('name', index)}"
-            raise NetworkError(f"is damaged ({type(error).__name__}: {error})", where=where) from None
+            raise NetworkError(f"is damaged: {_fault(error)}", where=where) from None
         layer.name = record["name"]
         for tensor, entry in zip(layer.outputs, record["outputs"], strict=True):
             if (tensor.dtype.name, list(tensor.shape)) != (entry["dtype"], entry["shape"]):
@@ -229,7 +262,7 @@ def _build(document: dict[str, Any], path: Path, registry: PluginRegistry) -> Re
         tensors.extend(layer.outputs)
     for output in document["outputs"]:
         if not 0 <= output < len(tensors):
-            raise IndexError(f"output {output} is no tensor")
+            raise ValueError(f"output {output} is no tensor")
         network.mark_output(tensors[output])
     return network
 
