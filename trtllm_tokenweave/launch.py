@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from trtllm_tokenweave.config import launch_additions, launch_environment
+from trtllm_tokenweave.config import launch_additions, launch_environment, read_environment
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
 
 #: Where POSIX shared memory lies.
@@ -62,8 +62,11 @@ def find_mpirun(name: str = "mpirun") -> str:
     """The path of Open MPI's mpirun.
 
     Raises:
-        UserError: there is none, or it is another MPI's, whose options are others.
+        UserError: there is none, or it is another MPI's, whose options are others; or this process is a rank itself,
+            where Open MPI starts no others.
     """
+    if read_environment().launcher is not None:
+        raise UserError("cannot start ranks below an mpirun", where=name, fix="call this command without mpirun")
     fix = "install Open MPI (Debian, Ubuntu: apt-get install openmpi-bin)"
     path = find_program(name, fix)
     said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)

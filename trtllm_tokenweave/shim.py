@@ -6,7 +6,9 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +36,7 @@ if __name__ == "__main__":
     sys.exit(main(sys.argv))
 """
 
-State = Literal["missing", "active", "shadowed", "not on PATH"]
+State = Literal["missing", "foreign", "active", "shadowed", "not on PATH"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Shim:
 
     Attributes:
         path: The shim's file, whether it exists or not.
-        state: "active" where the shell finds it first; "shadowed" where it finds ``first`` before.
+        state: "foreign" where somebody else's file is in its place; "active" where the shell finds it first; "shadowed"
+            where it finds ``first`` before.
         original: The stock command behind it, None where there is none.
         first: What the shell finds, None where nothing.
     """
@@ -63,22 +66,36 @@ def install(folder: Path) -> Shim:
     """Write the shim, or write it anew.
 
     Raises:
-        UserError: the folder holds a ``trtllm-build`` of somebody else, or cannot be written to.
+        UserError: the folder holds a ``trtllm-build`` of somebody else, cannot be written to, or cannot be on PATH.
     """
     path = folder / NAME
+    if os.pathsep in str(folder):
+        what = f"holds {os.pathsep!r}, which separates the folders of PATH"
+        raise UserError(what, where=str(folder), fix="name another folder (--folder)")
     if path.exists() or path.is_symlink():
         _check_ours(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot be made: {error.strerror or error}", where=str(folder), fix="name another") from error
 
     def write(aside: Path) -> None:
         aside.write_text(_TEXT.format(mark=MARK, python=shlex.quote(sys.executable)))
 
-    replace_file(path, write)
-    path.chmod(path.stat().st_mode | 0o111)
+    new = list(takewhile(lambda place: not place.exists(), (folder, *folder.parents)))
+    try:
+        _make(folder)
+        replace_file(path, write)
+        path.chmod(path.stat().st_mode | 0o111)
+    except BaseException:
+        for place in new:
+            with suppress(OSError):
+                place.rmdir()
+        raise
     return status(folder)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot be made: {error.strerror or error}", where=str(folder), fix="name another") from error
 
 
 def remove(folder: Path) -> bool:
@@ -106,9 +123,11 @@ def status(folder: Path) -> Shim:
     found = _on_path()
     first = found[0] if found else None
     state: State = "missing"
-    if path.is_file() and _is_shim(path):
+    if _is_ours(path):
         ours = [index for index, other in enumerate(found) if _same(other, path)]
         state = "not on PATH" if not ours else "shadowed" if ours[0] else "active"
+    elif path.exists() or path.is_symlink():
+        state = "foreign"
     return Shim(path, state, _original(), first)
 
 
@@ -147,8 +166,12 @@ def _is_shim(path: Path) -> bool:
         return False
 
 
+def _is_ours(path: Path) -> bool:
+    return not path.is_symlink() and path.is_file() and _is_shim(path)
+
+
 def _check_ours(path: Path) -> None:
-    if path.is_symlink() or not path.is_file() or not _is_shim(path):
+    if not _is_ours(path):
         what = "is not a shim of this package, and stays as it is"
         raise UserError(what, where=str(path), fix="name another folder (--folder), in front of this one on PATH")
 

@@ -184,11 +184,23 @@ def test_mpi_run_runs_and_hands_the_code_on(mpirun: str, tmp_path: Path) -> None
         (["--", "no-such-program"], "no-such-program: is not on PATH"),
         (["--preload", "/nowhere.so", "--", "echo"], "--preload /nowhere.so: is no file"),
         (["-x", "NOT_SET", "--", "echo"], "-x NOT_SET: is not set"),
+        (["--stop-seconds", "-1", "--", "echo"], "--stop-seconds"),
     ],
 )
 def test_mpi_run_refuses(mpirun: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mpi-run", "--mpirun", mpirun, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_mpi_run_inside_an_mpi_job_says_so(
+    mpirun: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    assert main(["mpi-run", "--mpirun", mpirun, "--", "hostname"]) == 2
+    said = capsys.readouterr()
+    what = f"{mpirun}: cannot start ranks below an mpirun. Fix: call this command without mpirun"
+    assert (said.out, said.err) == ("", f"error: {what}\n")
 
 
 @pytest.mark.parametrize("script", ["mpi_run", "triton_launch", "triton_repo"])

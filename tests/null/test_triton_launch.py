@@ -19,7 +19,6 @@ from support.fake_mpirun import fake_mpirun
 from trtllm_tokenweave.cli.app import main
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.triton.repository import read_repository
-from trtllm_tokenweave.triton.settings import read_settings
 
 # Rank 0 listens as Triton does; all end when they are told to, with shared memory left behind.
 TRITONSERVER = f"""#!{sys.executable}
@@ -111,41 +110,6 @@ def _fill(tmp_path: Path, *words: str) -> list[str]:
 # ---- repositories
 
 
-def test_a_repository_says_what_it_was_told(tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "repository"
-    engine = tmp_path / 'an "engine"'
-    engine.mkdir()
-    assert main(["triton", "repo", str(folder), "--engine", str(engine), "--max-tokens", "9", "--no-streaming"]) == 0
-    text = (folder / "tokenweave" / "config.pbtxt").read_text()
-    assert "decoupled: false" in text
-    values: dict[str, Any] = {}
-    for line in text.splitlines():
-        if line.startswith("parameters"):
-            name, value = line.split(" key: ")[1].split(" value { string_value: ")
-            values[json.loads(name)] = {"string_value": json.loads(value.removesuffix(" } }"))}
-    settings = read_settings(values)
-    assert (settings.engine_dir, settings.max_tokens, settings.checkpoint) == (engine, 9, None)
-    (model,) = read_repository(folder)
-    assert (model.name, model.backend, model.on_all_ranks) == ("tokenweave", "python", True)
-    compile((folder / "tokenweave" / "1" / "model.py").read_text(), "model.py", "exec")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--engine", "/nowhere"], "--engine /nowhere: does not exist"),
-        (["--engine", "/", "--checkpoint", "/"], "--engine: goes without --checkpoint"),
-        (["--max-tokens", "0"], "max-tokens"),
-    ],
-)
-def test_repositories_that_cannot_be_made(
-    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["triton", "repo", str(tmp_path / "new"), *words]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
 def test_a_folder_with_something_in_it_is_left_alone(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (repository / "tokenweave" / "config.pbtxt").read_bytes()
     assert main(["triton", "repo", str(repository), "--max-tokens", "3"]) == 2
@@ -185,7 +149,7 @@ def test_values_of_the_command_line_come_first(tmp_path: Path) -> None:
         (["--set", "wrong=1"], "--set wrong: is no placeholder of these templates"),
         (["--templates", "/nowhere"], "/nowhere: holds no tensorrt_llm/config.pbtxt"),
         (["--tokenizer", "/nowhere"], "/nowhere: is no folder"),
-        (["--engine", "/nowhere"], "/nowhere/config.json: is no engine of trtllm-build"),
+        (["--engine", "/nowhere"], "/nowhere/config.json: there is no such file, so the folder is no engine of"),
     ],
 )
 def test_templates_that_cannot_be_filled(
@@ -195,6 +159,15 @@ def test_templates_that_cannot_be_filled(
     assert main(_fill(tmp_path, *words)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "filled").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"build_config": {"max_batch_size": "many"}}'])
+def test_what_trtllm_build_did_not_write(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (_engine(tmp_path) / "config.json").write_text(text, encoding="utf-8")
+    assert main(_fill(tmp_path)) == 2
+    said = capsys.readouterr().err
+    assert "config.json: is no engine's of trtllm-build: it is no JSON with build_config" in said
+    assert "Error" not in said
 
 
 def test_a_value_that_must_be_given_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,6 +272,7 @@ def test_servers_run_until_they_are_stopped(
     ("variable", "value", "words", "message"),
     [
         ("EARLY", "5", [], "the servers ended with code 5 before they were ready"),
+        ("EARLY", "0", [], "the servers ended with code 0 before they were ready"),
         ("DEAF", "1", ["--ready-seconds", "0.2"], "the servers were not ready within 0.2 s"),
     ],
 )
@@ -328,10 +302,31 @@ def test_a_taken_port_is_named(start: list[str], capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
+    ("one", "other"), [("http", "grpc"), ("http", "metrics"), ("grpc", "metrics")], ids=lambda name: name
+)
+def test_ports_must_differ(start: list[str], one: str, other: str, capsys: pytest.CaptureFixture[str]) -> None:
+    port = start[start.index(f"--{one}-port") + 1]
+    assert main([*start, f"--{other}-port", port]) == 2
+    assert f"--{other}-port {port}: is the --{one}-port too. Fix: choose another" in capsys.readouterr().err
+    assert main([*start, "--dry-run"]) == 0
+
+
+def test_servers_are_not_started_by_a_rank(
+    start: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    assert main([*start, "--dry-run"]) == 2
+    assert "cannot start ranks below an mpirun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--tritonserver", "/nowhere/tritonserver"], "/nowhere/tritonserver: is no program on this machine"),
         (["--mpirun", "/nowhere/mpirun"], "/nowhere/mpirun: is no program on this machine"),
+        (["--ready-seconds", "-1"], "--ready-seconds"),
+        (["--stop-seconds", "-1"], "--stop-seconds"),
         (["--rank-model", "other"], "--rank-model: 'other' is not one of tokenweave"),
         (["--preload", "/nowhere.so"], "/nowhere.so: is not there, and without it TensorRT-LLM's runtime"),
     ],

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,7 +194,10 @@ def test_answers_whole_and_in_pieces(model_module: Any, killed: list[tuple[int, 
         ({}, "text_input: is missing"),
         ({"text_input": b"\xff"}, "text_input: is no UTF-8"),
         ({"text_input": b"x", "stream": True}, "stream: this model answers each request once"),
+        ({"text_input": b" "}, "text_input: is empty"),
         ({"text_input": b"x", "top_k": 4}, "top_k: 4 is not served"),
+        ({"text_input": b"x", "beam_width": 2}, "beam_width: 2 is not served"),
+        ({"text_input": b"x", "max_tokens": 0}, "max_tokens: is 0, expected at least 1"),
         ({"text_input": b"too long"}, "request: is too long. Fix: shorten it"),
     ],
 )
@@ -202,8 +206,31 @@ def test_refusals(model_module: Any, killed: list[tuple[int, int]], values: dict
     said, code = _ask(model, **values).error()
     assert said.startswith(message)
     assert code == TritonError.INVALID_ARG
+    assert model._service.counts.refused == 1
     assert _ask(model, text_input=b"x", max_tokens=1).texts() == ["b"]  # others are served
     model.finalize()
+    assert model._service.counts.refused == 1
+    assert killed == []
+
+
+def test_the_metrics_count_every_refusal(model_module: Any, killed: list[tuple[int, int]]) -> None:
+    shown: list[int] = []
+    metrics = SimpleNamespace(update=lambda counts: shown.append(counts.refused), close=list)
+    model_module.Metrics = lambda _name: metrics
+    model = _start(model_module)
+    wrong: list[dict[str, Any]] = [
+        {"text_input": b""},
+        {"text_input": b"too long"},
+        {"text_input": b"x", "max_tokens": 0},
+        {"text_input": b"x", "top_k": 4},
+        {"text_input": b"x", "beam_width": 2},
+    ]
+    for values in wrong:
+        before = sum(shown[-1:])
+        _ask(model, **values).error()
+        _wait(partial(lambda before: shown[-1:] == [before + 1], before))  # while nothing else happens
+    model.finalize()
+    assert shown[-1] == 5
     assert killed == []
 
 

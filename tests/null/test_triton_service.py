@@ -200,6 +200,27 @@ def test_a_stop_finishes_what_has_begun(rank: int, wanted: list[list[int]]) -> N
         ranks.ask([1])
 
 
+def test_a_submit_that_raises_fails_each_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heard asserts the "once"."""
+    generator, comm = _generators(1)[0]
+    submit = generator.submit
+
+    def fail(prompt: Sequence[int], most: int | None = None) -> int:
+        if prompt[0] == 2:
+            raise RuntimeError("out of order")
+        return submit(prompt, most)
+
+    monkeypatch.setattr(generator, "submit", fail)
+    service, heard = Service(comm, generator), [Heard() for _ in range(4)]
+    for token, one in zip((1, 48, 2, 3), heard, strict=True):  # begun, refused, the one that raises, and one behind it
+        service.add(Request((token,), 1, one))
+    with pytest.raises(RuntimeError, match="out of order"):
+        service.run()
+    assert [one.refused for one in heard] == [False, True, False, False]
+    assert [one.error for one in heard if not one.refused] == ["the server is going down: out of order"] * 3
+    assert (service.counts.failed, service.counts.refused) == (3, 1)
+
+
 def test_no_more_are_taken_than_may_wait() -> None:
     generator, comm = _generators(1)[0]
     service = Service(comm, generator, ServiceOptions(max_queue_size=2))

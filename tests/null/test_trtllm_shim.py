@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -139,7 +140,7 @@ def test_shim_commands(
     put_first(monkeypatch, stock.parent)
     folder = tmp_path / "data" / "trtllm_tokenweave" / "bin"
     assert main(["shim", "install"]) == 0
-    assert f'export PATH="{folder}:$PATH"' in capsys.readouterr().out
+    assert f'export PATH={folder}:"$PATH"' in capsys.readouterr().out
     assert main(["shim", "status", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == {
@@ -153,6 +154,53 @@ def test_shim_commands(
     assert main(["shim", "remove"]) == 0
     assert "was not there" in capsys.readouterr().out
     assert main(["shim", "install", "--folder", str(stock.parent)]) == 2
+
+
+def test_the_line_for_the_shell_is_quoted(
+    tmp_path: Path, stock: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_first(monkeypatch, stock.parent)
+    folder = tmp_path / """a "$(touch hurt)" `b` 'c'"""
+    assert main(["shim", "install", "--folder", str(folder)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "export PATH" in line)
+    script = line.removeprefix("put it first: ") + "; command -v trtllm-build"
+    done = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout == f"{folder / 'trtllm-build'}\n"
+    assert not (tmp_path / "hurt").exists()
+
+
+def test_a_folder_that_path_cannot_hold_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a:b"
+    assert main(["shim", "install", "--folder", str(folder)]) == 2
+    assert f"{folder}: holds ':', which separates the folders of PATH. Fix: name another" in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_the_status_of_somebody_elses_file(
+    stock: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_first(monkeypatch, stock.parent)
+    assert shim.status(stock.parent).state == "foreign"
+    assert main(["shim", "status", "--folder", str(stock.parent)]) == 0
+    said = capsys.readouterr().out
+    assert f"{stock}: is not a shim of this package, and stays as it is; name another folder (--folder)" in said
+    assert "install" not in said
+
+
+def test_a_failed_install_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, write: object) -> Path:
+        raise UserError("cannot be written: No space left on device", where=str(path))
+
+    old = tmp_path / "old"
+    old.mkdir()
+    monkeypatch.setattr(shim, "replace_file", fail)
+    for folder in (old / "new" / "bin", old):
+        with pytest.raises(UserError, match="No space left"):
+            shim.install(folder)
+    assert list(old.iterdir()) == []
+    with pytest.raises(UserError, match="cannot be made"):
+        shim.install(old / "new" / ("x" * 300))
+    assert list(old.iterdir()) == []
 
 
 # ---- tuning

@@ -213,9 +213,11 @@ def test_a_hundred_requests_of_eight_clients(server: Server, texts: dict[str, st
     ids=lambda value: "" if isinstance(value, str) else ",".join(value),
 )
 def test_bad_requests_are_refused(server: Server, values: dict[str, Any], message: str) -> None:
+    before = _outcome(server, "refused")
     code, error = _refusal(server, **values)
     assert code == 400
     assert message in error
+    wait_until("counted", lambda: _outcome(server, "refused") == before + 1)
 
 
 def test_grpc_refuses_with_the_same_words(server: Server) -> None:

@@ -15,7 +15,7 @@ Preload = Annotated[Path | None, typer.Option(help="Library that the ranks load 
 Forward = Annotated[list[str] | None, typer.Option("-x", help="Variable that ranks on other machines get too.")]
 Mpirun = Annotated[str, typer.Option(help="Open MPI's mpirun.")]
 MpirunArgument = Annotated[list[str] | None, typer.Option(help="An argument of mpirun: --mpirun-arg=--tag-output.")]
-StopSeconds = Annotated[float, typer.Option(help="How long ranks may take to end when they are told to.")]
+StopSeconds = Annotated[float, typer.Option(min=0, help="How long ranks may take to end when they are told to.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the command and start nothing.")]
 
 

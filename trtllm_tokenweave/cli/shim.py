@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -54,12 +55,14 @@ def _show(found: shim.Shim, as_json: bool) -> None:
     console = make_console()
     meaning = {
         "missing": "there is no shim; trtllm-tokenweave shim install",
+        "foreign": "is not a shim of this package, and stays as it is; name another folder (--folder)",
         "active": "the shell finds it first",
         "shadowed": f"the shell finds {found.first} first",
         "not on PATH": "the shell does not find it",
     }[found.state]
     console.print(f"{found.path}: {meaning}", markup=False, soft_wrap=True)
     if found.state in ("shadowed", "not on PATH"):
-        console.print(f'put it first: export PATH="{found.path.parent}:$PATH"', markup=False, soft_wrap=True)
+        first = f'export PATH={shlex.quote(str(found.path.parent))}:"$PATH"'
+        console.print(f"put it first: {first}", markup=False, soft_wrap=True)
     behind = "none on PATH" if found.original is None else str(found.original)
     console.print(f"TensorRT-LLM's own: {behind}", markup=False, soft_wrap=True)

@@ -14,6 +14,7 @@ from trtllm_tokenweave.launch import MpiOptions, forwarded
 from trtllm_tokenweave.triton.launch import ServerOptions, launch
 from trtllm_tokenweave.triton.repository import CONTAINER_TEMPLATES, fill_templates, set_values, write_repository
 from trtllm_tokenweave.triton.settings import Settings
+from trtllm_tokenweave.triton.source import check_source
 
 app = typer.Typer(no_args_is_help=True, help="Make model repositories and start Triton servers under mpirun.")
 
@@ -65,6 +66,7 @@ def repo(
         max_seq_len=max_seq_len,
         rank_timeout_seconds=rank_timeout_seconds,
     )
+    check_source(settings)
     write_repository(repository, settings, streaming=streaming)
     _say(repository, [], as_json)
 
@@ -113,7 +115,7 @@ def launch_(
     x: Forward = None,
     mpirun: Mpirun = "mpirun",
     mpirun_arg: MpirunArgument = None,
-    ready_seconds: Annotated[float, typer.Option(help="How long until the server must be ready.")] = (
+    ready_seconds: Annotated[float, typer.Option(min=0, help="How long until the server must be ready.")] = (
         ServerOptions.ready_seconds
     ),
     stop_seconds: StopSeconds = ServerOptions.stop_seconds,

@@ -9,9 +9,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
@@ -79,6 +80,7 @@ def server_command(options: ServerOptions, region: str) -> list[str]:
     Raises:
         UserError: a program, a library or a model is missing or wrong.
     """
+    _check_different(options.ports)
     models = read_repository(options.repository)
     server = _server(options.tritonserver)
     mpi = replace(options.mpi, mpirun=find_mpirun(options.mpi.mpirun), preload=_preload(options, models))
@@ -126,8 +128,9 @@ def launch(options: ServerOptions, *, dry_run: bool = False) -> None:
         # Servers that were killed leave the Python backend's.
         for left in SHARED_MEMORY.glob(f"{region}*"):
             left.unlink(missing_ok=True)
-    # A server that is stopped while it starts dies of the signal.
-    if code and (watch.ready or not job.signal):
+    # A server that is stopped while it starts dies of the signal; one that ends before it is ready has failed, whatever
+    # its code.
+    if code if watch.ready else not job.signal:
         when = "" if watch.ready else " before they were ready"
         raise TokenWeaveError(f"the servers ended with code {code}{when}; their last messages say why")
 
@@ -204,6 +207,12 @@ def _rank_models(options: ServerOptions, models: Sequence[TritonModel]) -> list[
             fix="name it with --rank-model, or start one rank",
         )
     return found
+
+
+def _check_different(ports: Mapping[str, int]) -> None:
+    for (one, port), (other, same) in combinations(ports.items(), 2):
+        if port == same:
+            raise UserError(f"is the --{one}-port too", where=f"--{other}-port {port}", fix="choose another")
 
 
 def _check_port(address: str, name: str, port: int) -> None:

@@ -70,6 +70,7 @@ class TritonPythonModel:
             try:
                 self._take(request, reply)
             except UserError as error:
+                self._service.count_refused()
                 reply.failed(str(error), refused=True)
             except Exception as error:  # noqa: BLE001  (an exception that leaves here would leave the request open)
                 reply.failed(_line(error))

@@ -174,16 +174,18 @@ def read_repository(folder: Path) -> list[TritonModel]:
 def _engine_values(engine: Path) -> dict[str, str]:
     """Values that TensorRT-LLM's engine folder decides."""
     path = engine / "config.json"
+    fix = "give the folder that trtllm-build wrote"
+    if not path.is_file():
+        raise UserError("there is no such file, so the folder is no engine of trtllm-build", where=str(path), fix=fix)
     try:
         build = json.loads(path.read_text(encoding="utf-8"))["build_config"]
         chunked = bool(build.get("plugin_config", {}).get("use_paged_context_fmha"))
         return {"triton_max_batch_size": str(int(build["max_batch_size"])), "enable_chunked_context": _text(chunked)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"is no engine of trtllm-build ({type(error).__name__}: {error})",
-            where=str(path),
-            fix="give the folder that trtllm-build wrote",
-        ) from error
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path), fix=fix) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = "is no engine's of trtllm-build: it is no JSON with build_config and its max_batch_size"
+        raise UserError(what, where=str(path), fix=fix) from error
 
 
 def _unfilled(text: str, where: str) -> set[str]:

@@ -122,6 +122,12 @@ class Service:
             self._arrived.append(request)
             self._changed.notify_all()
 
+    def count_refused(self) -> None:
+        """Rank 0: count a wrong request that was refused, here or before it came here."""
+        with self._changed:
+            self.counts.refused += 1
+            self._changed.notify_all()
+
     def stop(self) -> None:
         """Any rank: take no more requests, finish what has begun, then end :meth:`run` on all ranks."""
         with self._changed:
@@ -170,17 +176,21 @@ class Service:
                 self._changed.wait(self.options.heartbeat_seconds)
             arrived = list(self._arrived)
             stop = self._stopping and not arrived and not self._open
-        begin = [number for request in arrived if (number := self._begin(request)) is not None]
-        with self._changed:
-            for _ in arrived:
+        begin = []
+        for request in arrived:
+            order = self._begin(request)
+            # One by one: whatever a later one raises, each request is either open or arrived, and is failed once.
+            with self._changed:
                 self._arrived.popleft()
+            if order is not None:
+                begin.append(order)
         return {"begin": begin, "cancel": self._cancelled(), "stop": stop}
 
     def _begin(self, request: Request) -> dict[str, Any] | None:
         try:
             number = self.generator.submit(request.prompt, request.max_new_tokens)
         except UserError as error:
-            self.counts.refused += 1
+            self.count_refused()
             request.listener.failed(str(UserError(error.what, where="request", fix=error.fix)), refused=True)
             return None
         self._open[number] = request.listener

@@ -26,6 +26,44 @@ class Source:
     what: str
 
 
+def check_source(settings: Settings) -> None:
+    """Refuse, without a GPU, what `open_source` could not load or would serve no request with its default length.
+
+    Raises:
+        UserError: a file is missing, damaged or does not fit, or the limits do not fit together.
+    """
+    if settings.engine_dir is not None:
+        limits, fix = _check_engine(settings, settings.engine_dir), "build the engine with a larger --max-seq-len"
+    else:
+        limits, fix = _interpreter_limits(settings), "raise --max-seq-len"
+        if settings.checkpoint is None and settings.tokenizer_dir is None:
+            smollm2_gguf()  # it has its tokenizer
+        else:
+            _checkpoint_and_tokenizer(settings)
+    if limits.max_new_tokens >= limits.max_seq_len:
+        raise UserError(
+            f"{limits.max_new_tokens} leaves no room for a prompt: max_seq_len is {limits.max_seq_len}",
+            where="max_tokens",
+            fix=f"lower --max-tokens, or {fix}",
+        )
+
+
+def _check_engine(settings: Settings, folder: Path) -> GenerationLimits:
+    from trtllm_tokenweave.decoder import TOKENIZER, DecoderModel
+    from trtllm_tokenweave.engine import load_config, manifest_file, plan_file
+    from trtllm_tokenweave.engine_runner import engine_limits
+    from trtllm_tokenweave.manifest import missing
+
+    config = load_config(folder)
+    for rank in range(config.tp_size):
+        for path in (manifest_file(folder, rank), plan_file(folder, rank)):
+            if not path.is_file():
+                raise missing(path)
+    model = DecoderModel.of_config(config, folder)
+    _folder_tokenizer(settings.tokenizer_dir or folder / TOKENIZER, model.config.vocab_size)
+    return engine_limits(model, max_new_tokens=settings.max_tokens)
+
+
 @contextmanager
 def open_source(settings: Settings, comm: CommBackend) -> Iterator[Source]:
     """Load this rank's part of the model; collective over ``comm``, whose time limit is that of loading.
@@ -64,19 +102,39 @@ def _open_engine(settings: Settings, comm: CommBackend) -> Iterator[Source]:
 
     on_all_ranks(comm, "loading the plugins", prepare)
     engine = Engine.load(folder, comm)
-    model = on_all_ranks(comm, "reading the engine's model", lambda: DecoderModel.of_engine(engine, folder))
+    model = on_all_ranks(comm, "reading the engine's model", lambda: DecoderModel.of_config(engine.config, folder))
     limits = engine_limits(model, max_new_tokens=settings.max_tokens, eos_ids=tokenizer.eos_ids)
     with engine_step(engine, model, limits) as step:
         yield Source(engine_generator(step, limits), tokenizer, f"engines of {folder}, {engine.manifest.mode}")
 
 
-def _folder_tokenizer(folder: Path) -> Tokenizer:
-    tokenizer = load_folder_tokenizer(folder)
+def _folder_tokenizer(folder: Path, vocab_size: int | None = None) -> Tokenizer:
+    tokenizer = load_folder_tokenizer(folder, vocab_size)
     if tokenizer is None:
         raise UserError(
-            "there is no tokenizer.json", where=str(folder), fix="give the model's Hugging Face folder as tokenizer_dir"
+            "there is no tokenizer.json",
+            where=str(folder),
+            fix="give the model's Hugging Face folder as --tokenizer (tokenizer_dir)",
         )
     return tokenizer
+
+
+def _checkpoint_and_tokenizer(settings: Settings) -> tuple[Checkpoint, Tokenizer]:
+    checkpoint: Checkpoint = open_checkpoint(settings.checkpoint or smollm2_gguf(), dtype="float32")
+    place = settings.tokenizer_dir
+    if place is None:
+        return checkpoint, require_tokenizer(checkpoint)
+    return checkpoint, _folder_tokenizer(place, checkpoint.config.vocab_size)
+
+
+def _interpreter_limits(settings: Settings, eos_ids: frozenset[int] = frozenset()) -> GenerationLimits:
+    return GenerationLimits(
+        max_num_tokens=settings.max_num_tokens,
+        max_batch_size=settings.max_batch_size,
+        max_seq_len=settings.max_seq_len,
+        max_new_tokens=settings.max_tokens,
+        eos_ids=eos_ids,
+    )
 
 
 def _open_checkpoint(settings: Settings, comm: CommBackend) -> Source:
@@ -89,16 +147,8 @@ def _open_checkpoint(settings: Settings, comm: CommBackend) -> Source:
     from trtllm_tokenweave.recorder import RecordedNetwork
     from trtllm_tokenweave.runner import make_generator
 
-    checkpoint: Checkpoint = open_checkpoint(settings.checkpoint or smollm2_gguf(), dtype="float32")
-    place = settings.tokenizer_dir
-    tokenizer = require_tokenizer(checkpoint) if place is None else _folder_tokenizer(place)
-    limits = GenerationLimits(
-        max_num_tokens=settings.max_num_tokens,
-        max_batch_size=settings.max_batch_size,
-        max_seq_len=settings.max_seq_len,
-        max_new_tokens=settings.max_tokens,
-        eos_ids=tokenizer.eos_ids,
-    )
+    checkpoint, tokenizer = _checkpoint_and_tokenizer(settings)
+    limits = _interpreter_limits(settings, tokenizer.eos_ids)
     mapping = Mapping(comm.size, comm.rank, comm.size)
     options = NetworkOptions(
         max_batch_size=limits.max_batch_size, max_num_tokens=limits.max_num_tokens, max_seq_len=limits.max_seq_len
