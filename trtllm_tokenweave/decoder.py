@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trtllm_tokenweave.builder import BuilderSettings, Plan, build_on_all_ranks, opt_num_tokens
 from trtllm_tokenweave.comm import CommBackend
-from trtllm_tokenweave.engine import Engine, config_file
+from trtllm_tokenweave.engine import EngineConfig, config_file
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.llama import NetworkOptions, build_llama
 from trtllm_tokenweave.llama.profiles import decoder_profile
@@ -60,17 +60,17 @@ class DecoderModel(BaseModel):
     refused: _Lines = ()
 
     @classmethod
-    def of_engine(cls, engine: Engine, folder: Path) -> DecoderModel:
-        """What the folder of a loaded engine says.
+    def of_config(cls, config: EngineConfig, folder: Path) -> DecoderModel:
+        """What the configuration of an engine's folder says.
 
         Raises:
             UserError: it does not say it: the engine was built by something else.
         """
         where = f"{config_file(folder)}: model"
-        if not engine.config.model:
+        if not config.model:
             raise UserError("is empty", where=where, fix="build the engine with trtllm-tokenweave build")
         try:
-            return cls.model_validate_json(json.dumps(engine.config.model))
+            return cls.model_validate_json(json.dumps(config.model))
         except ValidationError as error:
             raise table_error(error, where) from error
 

@@ -6,7 +6,7 @@ A folder holds ``rank{r}.engine`` and ``rank{r}.json`` (the manifest) for every 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trtllm_tokenweave import __version__
 from trtllm_tokenweave.agreement import gather_json, on_all_ranks
-from trtllm_tokenweave.atomic import check_folder, replace_file
+from trtllm_tokenweave.atomic import check_folder, replace_files
 from trtllm_tokenweave.comm import CommBackend, SingleComm
 from trtllm_tokenweave.device import current_gpu
 from trtllm_tokenweave.engine_context import EngineContext
@@ -103,23 +103,10 @@ def save_engine(
                 tp_size=manifest.tp_size, table=plan.result.plan.options.table, model=dict(model or {})
             )
             files.insert(0, (config_file(folder), lambda aside: aside.write_text(config.text(), encoding="utf-8")))
-        _replace_together(files)
+        replace_files(files)
         return manifest
 
     return on_all_ranks(comm or SingleComm(), "saving the engine", save)
-
-
-def _replace_together(files: Sequence[tuple[Path, Callable[[Path], object]]]) -> None:
-    """Write all files aside, then rename them, the last one first: a write that fails changes none."""
-    if not files:
-        return
-    (path, write), *rest = files
-
-    def write_and_go_on(aside: Path) -> None:
-        write(aside)
-        _replace_together(rest)
-
-    replace_file(path, write_and_go_on)
 
 
 def make_manifest(plan: Plan) -> Manifest:
@@ -206,15 +193,19 @@ class Engine:
         return EngineContext(self, symmetric=symmetric, profile=profile, allow_allocation=allow_allocation)
 
 
-def load_config(folder: Path, tp_size: int) -> EngineConfig:
+def load_config(folder: Path, tp_size: int | None = None) -> EngineConfig:
     """Read ``config.json``.
+
+    Args:
+        folder: What `save_engine` wrote.
+        tp_size: Ranks that run; None: not known yet.
 
     Raises:
         UserError: it is missing, cannot be understood, or is of a group of another size.
     """
     path = config_file(folder)
     config = read_file(path, EngineConfig)
-    if config.tp_size != tp_size:
+    if tp_size is not None and config.tp_size != tp_size:
         fix = f"start {config.tp_size} (mpirun -n {config.tp_size}), or build it for {tp_size}"
         raise UserError(f"tp_size is {config.tp_size}, but {tp_size} ranks run", where=f"{path}: tp_size", fix=fix)
     return config

@@ -247,7 +247,12 @@ _TRTLLM_BUILD = Sought(
     "trtllm-build builds stock engines only",
     "install a TensorRT-LLM of a supported version",
 )
-_TORCH = Sought("torch", "PyTorch", "no eager PyTorch ops; engines do not need it", "pip install -e '.[torch]'")
+_TORCH = Sought(
+    "torch",
+    "PyTorch",
+    "no eager PyTorch ops, and bench measures nothing; engines, tune and bench plot do not need it",
+    "pip install -e '.[torch]'",
+)
 
 
 def _python() -> Finding:

@@ -103,6 +103,9 @@ class RankBarrier {
     return threadIdx.y + 1 == blockDim.y && threadIdx.x + 32 >= blockDim.x && peer() < args_.size;
   }
 
+  /// Without `release` the signal orders nothing by itself: what an earlier kernel of the stream wrote was performed
+  /// when this one began, so there is nothing left to order. PTX's model says so for this GPU's threads only; that the
+  /// others see it too is what every kernel boundary with peer access relies on.
   __device__ void signal(uint32_t epoch, bool release) const {
     const uint64_t signal = static_cast<uint64_t>(args_.signature) << 32 | epoch;
     uint64_t* signal_to_peer = &args_.pads[peer()]->signals[blockIdx.x][rank_];

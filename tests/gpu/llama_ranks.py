@@ -122,7 +122,7 @@ def load(variant: Variant, folder: Path, comm: CommBackend) -> tuple[Engine, Dec
     plan = build_decoder(build, comm)
     save_engine(plan, folder / "engine", comm, describe(build, plan, "SmolLM2").model_dump(mode="json"))
     engine = Engine.load(folder / "engine", comm)
-    return engine, DecoderModel.of_engine(engine, folder / "engine")
+    return engine, DecoderModel.of_config(engine.config, folder / "engine")
 
 
 @dataclass

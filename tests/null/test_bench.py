@@ -22,6 +22,7 @@ from trtllm_tokenweave.bench.plots import (
 )
 from trtllm_tokenweave.bench.timeline import Kernel, is_collective, summary
 from trtllm_tokenweave.cli.app import main
+from trtllm_tokenweave.table import TableKey, default_table, save_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,8 +123,9 @@ def test_plot_of_the_documentation_is_redrawn(tmp_path: Path, capsys: pytest.Cap
     ("words", "message"),
     [
         (["plot", "missing.json"], "cannot be read"),
-        (["plot", "EMPTY"], "no result with a plot"),
-        (["plot", "DEEP"], "no result with a plot"),
+        (["plot", "EMPTY"], "no result with a plot: it has no 'rows'"),
+        (["plot", "TEXT"], "no result with a plot: it is no JSON"),
+        (["plot", "DEEP"], "no result with a plot: it is nested too deeply"),
         (["plot", "GOOD", "--hidden", "17"], "no rows of hidden size 17"),
         (["kernel", "--tokens", "x"], "no list of numbers"),
         (["kernel", "--hidden", "0"], "below 1"),
@@ -136,6 +138,8 @@ def test_plot_of_the_documentation_is_redrawn(tmp_path: Path, capsys: pytest.Cap
         (["stack", "--offset", "3"], "split_offset: 3 is not a multiple of 8"),
         (["stack", "--gemm", "trt,trt"], "neither trt, budget nor both"),
         (["stack", "--preset", "nope"], "no preset called 'nope'"),
+        (["stack", "--table", "nope.json"], "nope.json: cannot be read"),
+        (["stack", "--table", "TABLE"], "key.hidden_size: made for hidden_size 64"),
     ],
 )
 def test_bad_use(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,9 +147,27 @@ def test_bad_use(words: list[str], message: str, tmp_path: Path, capsys: pytest.
     empty.write_text("{}")
     deep = tmp_path / "deep.json"
     deep.write_text("[" * 100_000)
-    names = {"EMPTY": str(empty), "DEEP": str(deep), "GOOD": str(ROOT / "docs/results/kernel_tp2.json")}
+    table = tmp_path / "table.json"
+    save_table(default_table(TableKey(tp_size=2, hidden_size=64, dtype="bfloat16")), table)
+    text = tmp_path / "text.json"
+    text.write_text("rows")
+    names = {
+        "TABLE": str(table),
+        "EMPTY": str(empty),
+        "TEXT": str(text),
+        "DEEP": str(deep),
+        "GOOD": str(ROOT / "docs/results/kernel_tp2.json"),
+    }
     assert main(["bench", *(names.get(word, word) for word in words)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_report_in_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "kernel_tp2.json"
+    copy.write_text((ROOT / "docs/results/kernel_tp2.json").read_text())
+    assert main(["bench", "plot", str(copy), "--report", str(tmp_path / "a" / "x.html")]) == 2
+    assert f"the folder {tmp_path / 'a'} does not exist" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [copy]
 
 
 @pytest.mark.parametrize("name", ["kernel", "overlap"])

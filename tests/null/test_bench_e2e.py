@@ -17,7 +17,7 @@ from support.models import small
 
 from trtllm_tokenweave.batch import SequenceStep, StepLayout, step_inputs
 from trtllm_tokenweave.bench.e2e import PREFIX_INPUT, VARIANTS, E2eBench, E2eRunner, Run, Variant
-from trtllm_tokenweave.bench.e2e_run import E2eArguments, read_bench
+from trtllm_tokenweave.bench.e2e_run import E2eArguments, check_arguments, read_bench
 from trtllm_tokenweave.builder import Ranges
 from trtllm_tokenweave.cli.app import main
 from trtllm_tokenweave.comm import CommBackend, LocalComm, run_ranks
@@ -25,12 +25,13 @@ from trtllm_tokenweave.errors import TokenWeaveError, UserError
 from trtllm_tokenweave.interpreter import ExecutionContext
 from trtllm_tokenweave.kv_cache import BlockManager, KvCachePool
 from trtllm_tokenweave.mapping import Mapping
+from trtllm_tokenweave.model_config import preset
 from trtllm_tokenweave.network import Graph
 from trtllm_tokenweave.passes import WeaveOptions, verify, verify_ranks
 from trtllm_tokenweave.plugin_specs import GEMM
 from trtllm_tokenweave.recorder import RecordedNetwork
 from trtllm_tokenweave.runner import GenerationLimits
-from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow, TableSource, TuningTable
+from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow, TableSource, TuningTable, default_table
 from trtllm_tokenweave.waves import table_key
 
 CONFIG = small(max_position_embeddings=128, vocab_size=51)
@@ -202,11 +203,39 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["--offsets", "0"], "--offsets: a number is below 1"),
         (["--ctas", "7"], "bench e2e: "),
         (["--preset", "nothing"], "preset: no preset called 'nothing'"),
+        (["--engines", "foo"], "--engines: foo is no list with stock in it"),
+        (["--table", "nope.json"], "nope.json: cannot be read"),
+        (["--layers", "81"], "--layers: 81, but the model has 80"),
         (["-o", "/nowhere/x.json"], "/nowhere/x.json: the folder /nowhere does not exist"),
     ):
         assert main(["bench", "e2e", *words, "--json"]) == 2
         error = json.loads(capsys.readouterr().out)["error"]
         assert message in f"{error['where']}: {error['what']}"
+
+
+@pytest.mark.parametrize(("size", "refused"), [("", ""), ("3", ""), ("16", "9 attention heads")])
+def test_arguments_are_checked_for_the_ranks_that_there_are(
+    size: str, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if size:
+        for name, value in (("SIZE", size), ("RANK", "0"), ("LOCAL_RANK", "0")):
+            monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    arguments = E2eArguments("smollm2-135m", 8, (1024,), None, (0,), 8)
+    if refused:
+        with pytest.raises(UserError, match=refused):
+            check_arguments(arguments)
+    else:
+        check_arguments(arguments)
+
+
+def test_a_table_for_other_ranks_is_good_until_ranks_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = E2eArguments("llama-3.3-70b", 8, (1024,), tmp_path / "table.json", (0,), 8)
+    default_table(table_key(preset("llama-3.3-70b"), 8)).save(tmp_path / "table.json")
+    check_arguments(arguments)
+    for name, value in (("SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    with pytest.raises(UserError, match="made for tp_size 8, but 2 is needed"):
+        check_arguments(arguments)
 
 
 def test_arguments_become_a_bench(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ BAD_BUILDS: dict[str, tuple[Sequence[Any], str]] = {
     "preset": (["--preset", "nothing"], "error: preset: no preset called 'nothing'"),
     "checkpoint": (["/nowhere"], "error: /nowhere: does not exist"),
     "layers": (["--preset", "smollm2-135m", "--layers", 31], "error: --layers: 31, but the model has 30"),
-    "ranks": ([*TINY, "--tp", 2], "error: --tp: 2, but 1 process run. Fix: mpirun -n 2 trtllm-tokenweave"),
+    "ranks": ([*TINY, "--tp", 2], "error: --tp: 2, but 1 process runs. Fix: mpirun -n 2 trtllm-tokenweave"),
     "float32": ([*TINY, "--dtype", "float32"], "error: dtype: attention has no float32. Fix: choose float16"),
     "mode": ([*TINY, "--mode", "woven"], "error: --mode: 'woven' is neither weave, fuse nor stock"),
     "gemm": ([*TINY, "--gemm", "x"], "error: --gemm: 'x' is neither table, trt nor budget"),

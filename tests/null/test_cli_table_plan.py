@@ -186,6 +186,26 @@ def test_check_refuses_another_key(tmp_path: Path, option: str, value: str, fiel
     assert refusal("table", "check", path, option, value).where == f"{path}: key.{field}"
 
 
+@pytest.mark.parametrize(
+    ("preset", "field"), [("mixtral-8x7b", "hidden_size"), ("llama-3.1-8b", "hidden_size"), ("llama-3.3-70b", "")]
+)
+def test_check_compares_an_unmeasured_table_with_the_preset(tmp_path: Path, preset: str, field: str) -> None:
+    path = write(tmp_path / "t.json", (1025, None, 64))
+    if field:
+        assert refusal("table", "check", path, "--preset", preset).where == f"{path}: key.{field}"
+    else:
+        assert run_json("table", "check", path, "--preset", preset)["checked"] == ["dtype", "hidden_size", "model_kind"]
+
+
+@pytest.mark.parametrize(("field", "value"), [("model_kind", "moe"), ("dtype", "float16")])
+def test_options_of_check_go_before_the_preset(tmp_path: Path, field: str, value: str) -> None:
+    path = write(tmp_path / "t.json", (1025, None, 64), key=KEY.model_copy(update={field: value}))
+    words = ("table", "check", path, "--preset", "llama-3.3-70b")
+    assert refusal(*words).where == f"{path}: key.{field}"
+    option = "--kind" if field == "model_kind" else "--dtype"
+    assert "good" in output(*words, option, value)
+
+
 def test_missing_files(tmp_path: Path) -> None:
     none = tmp_path / "none.json"
     for command in (("show",), ("check",), ("diff", none)):
@@ -270,6 +290,20 @@ def test_plan_text() -> None:
         "split at half from 1024 tokens",
     ):
         assert part in result.stdout
+
+
+def test_ctas_of_a_fuse_row_are_shown_as_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    rows = (
+        TableRow(tokens=Bucket(lo=1, hi=512), mode="fuse"),  # names no CTAs: the plugins take the default's 8
+        TableRow(tokens=Bucket(lo=513, hi=768), mode="weave"),  # below min_tokens
+        TableRow(tokens=Bucket(lo=2049), mode="fuse", mlp=LaunchConfig(ctas=64)),
+    )
+    save_table(TuningTable(key=KEY, rows=rows), path)
+    lines = output("plan", "--preset", "llama-3.3-70b", "--table", path, "--tokens", "512,768,4096").splitlines()
+    shown = {line.split()[0]: line.split()[3] for line in lines if line[:1].isdigit()}
+    assert shown == {"512": "8/8", "768": "own", "4096": "8/64"}
+    assert output("table", "show", path).count("auto 8x1024") == 5
 
 
 def test_plan_text_cuts_no_number_off() -> None:

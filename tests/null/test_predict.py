@@ -432,6 +432,16 @@ def test_command_takes_the_gemms_of_a_table(capsys: pytest.CaptureFixture[str], 
     assert documents[0]["steps"][0]["even"]["us"] != documents[1]["steps"][0]["even"]["us"]
 
 
+def test_a_gpu_is_not_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--predict", "--tp", "2", "--tokens", "4096")
+    said = "--gpu says whose table is taken; times are those of h200-peer (--machine)"
+    notes = [json.loads(call(capsys, *words, "--json", *more)[1])["notes"] for more in ((), ("--gpu", "NVIDIA B200"))]
+    assert notes[1] == [said, *notes[0]]
+    for more, noted in (((), False), (("--gpu", "NVIDIA B200"), True)):
+        out = " ".join(call(capsys, *words, *more)[1].split())
+        assert (f"note: {said}" in out) is noted
+
+
 def test_command_takes_curves_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     curves = json.loads((FOLDER / "gemm_h200.json").read_text())
     for curve in curves["curves"]:

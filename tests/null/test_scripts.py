@@ -206,7 +206,9 @@ def test_all_checks_run_and_the_last_lines_sum_up(clone: Clone) -> None:
         path.write_text(f"#!/bin/bash\nexit {code}\n", encoding="utf-8")
         path.chmod(0o755)
     python = clone.root / ".venv" / "bin" / "python"
-    python.write_text(PYTHON.replace("*mpi4py*) ;;", '*mpi4py*|*api_reference*) ;;\n    *pytest*) echo "$*" ;;'), encoding="utf-8")
+    python.write_text(
+        PYTHON.replace("*mpi4py*) ;;", '*mpi4py*|*api_reference*) ;;\n    *pytest*) echo "$*" ;;'), encoding="utf-8"
+    )
     done = clone.run(".ci/run", "-k", "two words")
     assert done.returncode == 1
     assert "-m pytest tests/null -n " in done.stdout

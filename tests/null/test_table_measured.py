@@ -20,6 +20,7 @@ from trtllm_tokenweave.table import (
     TableRow,
     TableSource,
     TuningTable,
+    diff_tables,
     load_table,
     merge_tables,
     parse_table,
@@ -83,6 +84,32 @@ def test_joined_tables_keep_what_is_common() -> None:
     joined = merge_tables([made(), made(2049, 4096, tensorrt="10.7.0")], ["a", "b"])
     assert joined.source.measured is None
     assert joined.source.kind == "measurement"
+
+
+def test_joined_tables_keep_whose_gemms_they_have(tmp_path: Path) -> None:
+    tables = [made(gemm="trt"), made(2049, 4096, gemm="trt", tensorrt="10.7.0")]
+    joined = merge_tables(tables, ["a", "b"])
+    assert (joined.source.measured, joined.gemm) == (None, "trt")
+    save_table(joined, tmp_path / "t.json")
+    assert load_table(tmp_path / "t.json") == joined
+    assert merge_tables([joined, made(4097, None, gemm="trt")], ["a", "b"]).gemm == "trt"
+    ours = merge_tables([made(gemm="budget"), made(2049, 4096, gemm="budget", tensorrt="10.7.0")], ["a", "b"])
+    assert (ours.gemm, ours.source.gemm) == ("budget", None)
+
+
+def test_tables_of_other_gemms_are_not_joined() -> None:
+    other = made(2049, 4096, gemm="budget")
+    assert diff_tables(made(gemm="trt"), other).head["gemm"] == ("trt", "budget")
+    for second in (other, other.model_copy(update={"source": TableSource()})):
+        with pytest.raises(UserError, match="gemm is budget, but trt in a"):
+            merge_tables([made(gemm="trt"), second], ["a", "b"])
+
+
+def test_a_measurement_says_by_itself_whose_gemms_it_had() -> None:
+    data = json.loads(made().model_dump_json())
+    data["source"]["gemm"] = "budget"
+    with pytest.raises(UserError, match="gemm is given beside measured"):
+        parse_table(json.dumps(data))
 
 
 # ---- stale and foreign

@@ -243,6 +243,18 @@ def test_no_tensorrt_llm_at_all(tmp_path: Path) -> None:
     assert surface.load.cache_info().currsize == 0
 
 
+@pytest.mark.parametrize("words", [[], ["--version"], ["--plugin", "tokenweave"]])
+def test_leaving_the_plugin_out_does_not_install_tensorrt_llm(words: list[str]) -> None:
+    with pytest.raises(UserError, match="is not installed for this Python") as raised:
+        run(words)
+    assert raised.value.fix == "pip install 'tensorrt_llm>=0.17,<1.3'"
+
+
+def test_a_table_that_cannot_be_read_is_said_first() -> None:
+    with pytest.raises(UserError, match=r"nope\.json: cannot be read"):
+        run(["--plugin", "tokenweave", "--tokenweave_table", "nope.json"])
+
+
 def test_no_plugin_library(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trtllm_tokenweave.trtllm.hooks.find_library", lambda _: None)
     with pytest.raises(UserError) as raised:

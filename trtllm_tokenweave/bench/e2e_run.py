@@ -8,6 +8,7 @@ from typing import Any
 
 from trtllm_tokenweave.bench.e2e import VARIANTS, E2eBench, measure_e2e
 from trtllm_tokenweave.comm import MpiComm
+from trtllm_tokenweave.config import read_environment
 from trtllm_tokenweave.decoder import check_attention, check_table, register_decoder_plugins
 from trtllm_tokenweave.device import current_gpu, use_device
 from trtllm_tokenweave.errors import UserError
@@ -67,6 +68,20 @@ def read_bench(arguments: E2eArguments, mapping: Mapping) -> E2eBench:
         table, offsets = load_table(arguments.table), None
         check_table(table, config, mapping.tp_size, str(arguments.table))
     return E2eBench(config, WeaveOptions(mapping, table, 1, most), arguments.tokens, offsets, variants)
+
+
+def check_arguments(arguments: E2eArguments) -> None:
+    """Refuse options that do not fit before there has to be a GPU; without mpirun, as for the table's ranks, or one.
+
+    Raises:
+        UserError: as `read_bench`.
+    """
+    launcher = read_environment().launcher
+    if launcher is not None:
+        size = launcher.size
+    else:
+        size = 1 if arguments.table is None else load_table(arguments.table).key.tp_size
+    read_bench(arguments, Mapping(size, 0, size))
 
 
 def run_e2e(arguments: E2eArguments) -> dict[str, Any] | None:

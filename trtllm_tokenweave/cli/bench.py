@@ -132,10 +132,11 @@ def stack(
     """Time decoder layers in TensorRT engines, stock and woven; run it under mpirun, one process a GPU."""
     from pydantic import ValidationError
 
-    from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow
+    from trtllm_tokenweave.decoder import check_table
+    from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow, load_table
     from trtllm_tokenweave.table.files import table_error
 
-    model_preset(preset)
+    config = model_preset(preset)
     counts, gemms = numbers(tokens, "--tokens"), tuple(gemm.split(","))
     if not set(gemms) <= {"trt", "budget"} or len(set(gemms)) != len(gemms):
         raise UserError(f"{gemm!r} is neither trt, budget nor both", where="--gemm")
@@ -145,6 +146,9 @@ def stack(
         sweep = tuple(LaunchConfig(ctas=n).ctas for n in numbers(sweep_ctas, "--sweep-ctas"))
     except ValidationError as error:
         raise table_error(error, "bench stack") from None
+    if table is not None:
+        given = load_table(table)
+        check_table(given, config, given.key.tp_size, str(table))  # ranks are compared once they are known
     if output is not None:
         check_target(output)
     _need_gpus(2)
@@ -176,6 +180,7 @@ def e2e(
     """Time whole decoders in TensorRT engines, prefill with real attention; run it under mpirun, one process a GPU."""
     from pydantic import ValidationError
 
+    from trtllm_tokenweave.bench.e2e_run import E2eArguments, check_arguments, run_e2e
     from trtllm_tokenweave.table import LaunchConfig
     from trtllm_tokenweave.table.files import table_error
 
@@ -185,15 +190,15 @@ def e2e(
         LaunchConfig(ctas=ctas)
     except ValidationError as error:
         raise table_error(error, "bench e2e") from None
+    chosen = tuple(engines.split(","))
+    arguments = E2eArguments(preset, layers, counts, table, (0, *moved), ctas, chosen, timing_cache)
+    check_arguments(arguments)
     if output is not None:
         check_target(output)
     if timing_cache is not None:
         check_folder(timing_cache)
     _need_gpus(2)
-    from trtllm_tokenweave.bench.e2e_run import E2eArguments, run_e2e
-
-    chosen = tuple(engines.split(","))
-    document = run_e2e(E2eArguments(preset, layers, counts, table, (0, *moved), ctas, chosen, timing_cache))
+    document = run_e2e(arguments)
     if document is not None:
         _finish(document, output, as_json)
 
@@ -206,6 +211,8 @@ def plot(
     as_json: AsJson = False,
 ) -> None:
     """Redraw the plots of a result beside it (PNG and SVG)."""
+    if report is not None:
+        check_target(report)
     document, pictures = _pictures(result, hidden)
     if not pictures:
         raise UserError(f"has no rows of hidden size {hidden}", where=str(result))
@@ -234,5 +241,14 @@ def _pictures(result: Path, hidden: int) -> tuple[dict[str, Any], dict[str, Pict
         raise UserError(f"cannot be read: {error.strerror}", where=str(result)) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StopIteration) as error:
         fix = "give the JSON of bench kernel, stack or e2e, or of tune: other results have no plot"
-        raise UserError(f"is no result with a plot ({type(error).__name__})", where=str(result), fix=fix) from None
+        raise UserError(f"is no result with a plot: {_lack(error)}", where=str(result), fix=fix) from None
     return document, found
+
+
+def _lack(error: Exception) -> str:
+    """What a file must lack to end in an exception of Python."""
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return f"it is no JSON ({error})"
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else "its values are of another kind"

@@ -67,7 +67,9 @@ def build(
         str | None, typer.Option(help="float16 or bfloat16; default: the model's, bfloat16 for float32.")
     ] = None,
     tp: Annotated[int | None, typer.Option(help="Ranks: as many as mpirun starts, 1 without it.")] = None,
-    table: Annotated[Path | None, typer.Option(metavar="FILE", help="Tuning table; default: the default rule.")] = None,
+    table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Tuning table; default: a shipped one, else the default rule.")
+    ] = None,
     min_tokens: Annotated[
         int | None, typer.Option(min=1, help="Steps below are not split; default: the table's.")
     ] = None,

@@ -94,11 +94,16 @@ def plan(
         served = tuple(count for count in counts if count >= batch)
         gemms = _table(config, tp, sms, table, gpu)[0].gemm
         prediction = make_prediction(preset, Workload(config, tp, batch), machine, gemm, served, gemms)
+        name = prediction.predictor.machine.name
+        notes = [] if gpu is None else [f"--gpu says whose table is taken; times are those of {name} (--machine)"]
         if as_json:
-            print_json({**prediction.document(), "skipped": list(skipped)})
+            document = prediction.document()
+            print_json({**document, "notes": [*notes, *document["notes"]], "skipped": list(skipped)})
         else:
             console = Console()
             prediction.show(console)
+            for note in notes:
+                console.print(f"note: {note}", markup=False, highlight=False)
             _print_skipped(console, skipped, batch)
         return
     if machine is not None or gemm is not None:

@@ -31,7 +31,7 @@ def rank_count(tp: int | None) -> int:
     size = 1 if launcher is None else launcher.size
     if tp is not None and tp != size:
         fix = "leave it out" if tp == 1 else f"mpirun -n {tp} trtllm-tokenweave ..., one process a GPU"
-        raise UserError(f"{tp}, but {size} process{'es' if size > 1 else ''} run", where="--tp", fix=fix)
+        raise UserError(f"{tp}, but {size} process{'es run' if size > 1 else ' runs'}", where="--tp", fix=fix)
     return size
 
 

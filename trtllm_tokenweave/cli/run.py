@@ -77,7 +77,7 @@ def run(
     progress = Progress(comm)
     progress.say(f"loading {engine}")
     loaded = Engine.load(engine, comm)
-    model = DecoderModel.of_engine(loaded, engine)
+    model = DecoderModel.of_config(loaded.config, engine)
     tokenizer = load_folder_tokenizer(engine / TOKENIZER, model.config.vocab_size)
     prompts = Prompts(tuple(prompt or ()), tuple(prompt_ids or ()), chat).tokens(tokenizer)
     eos_ids = frozenset() if tokenizer is None or ignore_eos else tokenizer.eos_ids

@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from trtllm_tokenweave.atomic import same_file
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.model_config import preset as model_preset
 from trtllm_tokenweave.schedule import MAX_NUM_TOKENS
@@ -35,7 +36,7 @@ from trtllm_tokenweave.table import (
 from trtllm_tokenweave.table.files import table_error
 from trtllm_tokenweave.table.measured import Here, check_measured, layer_gemms
 from trtllm_tokenweave.table.shipped import this_machine
-from trtllm_tokenweave.waves import gemm_shapes
+from trtllm_tokenweave.waves import gemm_shapes, table_key
 
 app = typer.Typer(no_args_is_help=True, help="Show, compare, join, check and convert tuning tables.")
 
@@ -110,7 +111,7 @@ def merge(
 ) -> None:
     """Join tables of the same key; rows in conflict are refused, and an output that is one of the inputs."""
     for file in files:
-        if _same_file(file, output):
+        if same_file(file, output):
             raise UserError(
                 f"{output} is one of the tables to join", where="--output", fix="write the result to another file"
             )
@@ -127,7 +128,7 @@ def check(
     hidden: Annotated[int | None, typer.Option(help="hidden_size that the table has to be for.")] = None,
     dtype: Annotated[str | None, typer.Option(help="dtype that the table has to be for.")] = None,
     kind: Annotated[str | None, typer.Option(help="Model kind (dense, moe) that the table has to be for.")] = None,
-    preset: Annotated[str, typer.Option(help="Model shape whose GEMMs a measured table has to be for.")] = "",
+    preset: Annotated[str, typer.Option(help="Model shape that it has to be for; options above go first.")] = "",
     tensorrt: Annotated[str | None, typer.Option(help="TensorRT that it has to be measured with.")] = None,
     here: Annotated[bool, typer.Option("--here", help="Take GPU and TensorRT from this machine.")] = False,
     as_json: AsJson = False,
@@ -138,15 +139,18 @@ def check(
     package or for other shapes, as far as these are known.
     """
     table = load_table(file)
+    config = model_preset(preset) if preset else None
     if here:
         machine = this_machine()
         gpu, tensorrt = gpu or machine.gpu, tensorrt or machine.tensorrt
     given = {"gpu": gpu, "tp_size": tp, "hidden_size": hidden, "dtype": dtype, "model_kind": kind}
     expected = {name: value for name, value in given.items() if value is not None}
+    if config is not None:
+        expected = table_key(config, table.key.tp_size).model_dump(exclude={"gpu", "tp_size"}) | expected
     # A value that no table can have is the option's fault, not the table's.
     _key({**table.key.model_dump(), **expected})
     table.check_key(expected, where=str(file))
-    gemms = None if not preset else layer_gemms(gemm_shapes(model_preset(preset), table.key.tp_size))
+    gemms = None if config is None else layer_gemms(gemm_shapes(config, table.key.tp_size))
     check_measured(table, Here(gpu, tensorrt, gemms), where=str(file))
     warnings = table.warnings() + _unknown(table)
     if as_json:
@@ -179,7 +183,7 @@ def from_paper(
     as_json: AsJson = False,
 ) -> None:
     """Convert a published configuration to a table."""
-    if _same_file(file, output):
+    if same_file(file, output):
         raise UserError(f"{output} is the configuration to convert", where="--output", fix="write to another file")
     key = _key({"gpu": gpu, "tp_size": tp, "hidden_size": hidden, "dtype": dtype, "model_kind": kind})
     table, notes = load_paper_config(file, PaperTarget(key))
@@ -199,13 +203,6 @@ def _key(fields: dict[str, Any]) -> TableKey:
         raise UserError(
             table_error(error, "").what, where=_OPTIONS[field], fix="give a value that tables can have"
         ) from error
-
-
-def _same_file(a: Path, b: Path) -> bool:
-    try:
-        return a.samefile(b)
-    except OSError:
-        return a.absolute() == b.absolute()
 
 
 def print_json(document: Any) -> None:

@@ -73,7 +73,7 @@ def merge_tables(tables: Sequence[TuningTable], names: Sequence[str]) -> TuningT
         names: What errors call each of them, usually the file.
 
     Raises:
-        UserError: Keys, granularity or min_tokens differ, or rows overlap without being equal.
+        UserError: Keys, granularity, min_tokens or GEMMs differ, or rows overlap without being equal.
     """
     first = tables[0]
     merged: list[TableRow] = list(first.rows)
@@ -95,15 +95,16 @@ def merge_tables(tables: Sequence[TuningTable], names: Sequence[str]) -> TuningT
             merged.append(row)
             owners.append(name)
     kind = min((table.source.kind for table in tables), key=_STRENGTH.index)
-    # Rows of several measurements have no common one to be compared with.
+    # Rows of several measurements have no common one to be compared with; their GEMMs are the same (_check_joinable).
     measured = first.source.measured if all(t.source.measured == first.source.measured for t in tables) else None
+    gemm = first.gemm if measured is None and first.gemm != "budget" else None
     text = "; ".join(dict.fromkeys(table.source.text for table in tables if table.source.text))
     try:
         return TuningTable(
             key=first.key,
             granularity=first.granularity,
             min_tokens=first.min_tokens,
-            source=TableSource(kind=kind, text=text, measured=measured),
+            source=TableSource(kind=kind, text=text, measured=measured, gemm=gemm),
             rows=tuple(merged),
         )
     except ValidationError as error:  # pragma: no cover - conflicts were refused above
@@ -112,7 +113,7 @@ def merge_tables(tables: Sequence[TuningTable], names: Sequence[str]) -> TuningT
 
 def _head(table: TuningTable) -> dict[str, str | int]:
     head: dict[str, str | int] = {f"key.{name}": getattr(table.key, name) for name in TableKey.model_fields}
-    head |= {"granularity": table.granularity, "min_tokens": table.min_tokens}
+    head |= {"granularity": table.granularity, "min_tokens": table.min_tokens, "gemm": table.gemm}
     return head | {"source.kind": table.source.kind, "source.text": table.source.text}
 
 

@@ -149,7 +149,8 @@ class MeasuredOn(BaseModel):
 class TableSource(BaseModel):
     """Where the numbers come from: a rule ("default"), what a machine can run ("capability"), or a "measurement".
 
-    ``measured`` says what a measurement holds for; it is left out of the file where there is none.
+    ``measured`` says what a measurement holds for, and ``gemm`` whose GEMMs joined tables of several measurements have.
+    Each is left out of the file where there is none.
     """
 
     model_config = _FROZEN
@@ -157,6 +158,13 @@ class TableSource(BaseModel):
     kind: SourceKind = "default"
     text: str = ""
     measured: MeasuredOn | None = None
+    gemm: Literal["trt", "budget"] | None = None
+
+    @model_validator(mode="after")
+    def _one_gemm(self) -> TableSource:
+        if self.measured is not None and self.gemm is not None:
+            raise ValueError("gemm is given beside measured, which has its own")
+        return self
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -241,7 +249,8 @@ class TuningTable(BaseModel):
     @property
     def gemm(self) -> Literal["trt", "budget"]:
         """Whose GEMMs run beside collectives: those that were measured, else ours, which keep off their SMs."""
-        return "budget" if self.source.measured is None else self.source.measured.gemm
+        measured = self.source.measured
+        return measured.gemm if measured is not None else self.source.gemm or "budget"
 
     @property
     def sha256(self) -> str:

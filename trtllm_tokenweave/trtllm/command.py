@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
+from trtllm_tokenweave.table import load_table
 from trtllm_tokenweave.trtllm import hooks, surface
 from trtllm_tokenweave.trtllm.options import options_help, take_arguments
 from trtllm_tokenweave.trtllm.tuned import tuned_table
@@ -33,8 +34,10 @@ def run(argv: Sequence[str]) -> int:
             print(f"the options of trtllm-build itself are not shown: {error}", file=sys.stderr)
             return 0
     elif given.weave:
-        library = surface.load()
         options = given.options
+        if options.table is not None:
+            load_table(options.table)  # said before anything of TensorRT-LLM
+        library = surface.load()
         if given.tune:
             options = replace(options, table=tuned_table(given.stock))
         hooks.install(library, options)

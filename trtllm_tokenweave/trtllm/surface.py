@@ -21,7 +21,7 @@ from trtllm_tokenweave.errors import TokenWeaveError, UserError
 from trtllm_tokenweave.installed import TENSORRT_LLM, parse_version
 
 PACKAGE = "tensorrt_llm"
-_FIX = "pip install 'tensorrt_llm>=0.17,<1.3', or leave out --plugin tokenweave"
+_FIX = "pip install 'tensorrt_llm>=0.17,<1.3'"
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def check_version(found: str) -> None:
         what = f"release {found} is too old: {TENSORRT_LLM} is needed"
     else:
         what = f"release {found} cannot build TensorRT engines any more: {TENSORRT_LLM} is needed"
-    raise UserError(what, where="TensorRT-LLM", fix=_FIX)
+    raise UserError(what, where="TensorRT-LLM", fix=f"{_FIX}, or leave out --plugin tokenweave")
 
 
 @cache
