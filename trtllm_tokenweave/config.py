@@ -160,6 +160,17 @@ class Environment:
     launcher: Launcher | None = None
     launch: str = ""
 
+    def needed_ranks(self, command: str) -> Launcher:
+        """What mpirun started, for a command that needs several ranks.
+
+        Raises:
+            UserError: one rank, or none.
+        """
+        if self.launcher is None or self.launcher.size < 2:
+            fix = f"mpirun -n 2 trtllm-tokenweave {command} ..."
+            raise UserError("there is one rank, so nothing to communicate", where=command, fix=fix)
+        return self.launcher
+
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Read the variables.

@@ -90,9 +90,9 @@ def run_e2e(arguments: E2eArguments) -> dict[str, Any] | None:
     Raises:
         UserError: options that do not fit, or a machine that cannot do it.
     """
-    from trtllm_tokenweave.bench.stack_run import launched, origin  # needs torch
+    from trtllm_tokenweave.bench.stack_run import origin  # needs torch
 
-    launcher = launched("e2e")
+    launcher = read_environment().needed_ranks("bench e2e")
     bench = read_bench(arguments, Mapping(launcher.size, launcher.rank, launcher.size))
     gpu = current_gpu()
     comm = MpiComm()

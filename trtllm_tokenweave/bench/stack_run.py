@@ -11,9 +11,8 @@ from trtllm_tokenweave.bench.kernel import command, machine
 from trtllm_tokenweave.bench.stack import StackBench, measure_stack
 from trtllm_tokenweave.bench.stack_network import Gemm, Stack
 from trtllm_tokenweave.comm import CommBackend, MpiComm
-from trtllm_tokenweave.config import Launcher, read_environment
+from trtllm_tokenweave.config import read_environment
 from trtllm_tokenweave.device import Gpu, current_gpu, use_device
-from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import preset
 from trtllm_tokenweave.passes import WeaveOptions
@@ -39,19 +38,6 @@ class StackArguments:
     timing_cache: Path | None = None
 
 
-def launched(bench: str) -> Launcher:
-    """What mpirun started.
-
-    Raises:
-        UserError: one rank, or none.
-    """
-    launcher = read_environment().launcher
-    if launcher is None or launcher.size < 2:
-        fix = f"mpirun -n 2 trtllm-tokenweave bench {bench} ..."
-        raise UserError("there is one rank, so nothing to communicate", where=f"bench {bench}", fix=fix)
-    return launcher
-
-
 def origin(comm: CommBackend, gpu: Gpu) -> dict[str, Any]:
     """The command and the machine, as results hold them."""
     versions = {"tensorrt": str(tensorrt().__version__), "cuda_driver": gpu.driver}
@@ -64,7 +50,7 @@ def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
     Raises:
         UserError: options that do not fit, or a machine that cannot do it.
     """
-    launcher = launched("stack")
+    launcher = read_environment().needed_ranks("bench stack")
     config = preset(arguments.preset).model_copy(update={"num_hidden_layers": arguments.layers})
     config.local(launcher.size)
     gpu = current_gpu()

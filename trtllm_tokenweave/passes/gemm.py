@@ -42,15 +42,14 @@ def gemm(network: Any, plan: WeavePlan) -> None:
         transposed = _transposed(graph, node)
         if transposed is None:
             continue
-        x, weight = node.inputs[:2]
+        x = node.inputs[0] or ""
         fields: dict[str, FieldValue] = {
-            "type_id": recorder.DataType[graph.dtype(x or "")].value,
+            "type_id": recorder.DataType[graph.dtype(x)].value,
             "transb": int(transposed),
             "kind": int(beside(kinds, site, Half.PREFIX)),
             "table": table,
         }
-        # The layer's own input, not the snapshot's: a product in front of it has been replaced by now.
-        inputs = [node.layer.get_input(0), *(graph.tensors[name or ""] for name in (weight, *references))]
+        inputs = [graph.tensors[name or ""] for name in (*node.inputs[:2], *references)]
         layer = trt.add_plugin(network, (GEMM, VERSION, NAMESPACE), names.gemm(node.name), fields, inputs)
         trt.redirect(network, graph, node.outputs[0], layer.get_output(0), frozenset({node.name}))
 

@@ -113,10 +113,7 @@ def run_tune(arguments: TuneArguments) -> dict[str, Any] | None:
     """
     started = time.monotonic()
     environment = read_environment()
-    launcher = environment.launcher
-    if launcher is None or launcher.size < 2:
-        fix = "mpirun -n 2 trtllm-tokenweave tune ..."
-        raise UserError("there is one rank, so nothing to communicate", where="tune", fix=fix)
+    launcher = environment.needed_ranks("tune")
     if environment.launch:
         raise UserError("would be measured instead of every candidate", where=LAUNCH.name, fix="unset it")
     arguments.config.local(launcher.size)
