@@ -41,7 +41,7 @@ def test_defaults_are_the_range_of_the_shipped_tables(given: list[TuneArguments]
     assert main(["tune", "-o", str(tmp_path / "t.json")]) == 0
     (arguments,) = given
     assert arguments.counts == tuple(range(1024, 8193, 256))
-    assert (arguments.layers, arguments.budget_seconds, arguments.mode) == (2, 300, "eager")
+    assert (arguments.layers, arguments.budget_seconds, arguments.mode) == (4, 285, "eager")
     assert (arguments.space.ctas, arguments.space.fuse_ctas, arguments.space.gemm_sms) == (CTAS, FUSE_CTAS, (0,))
     assert arguments.gemm == "budget"
     assert arguments.config.hidden_size == 8192

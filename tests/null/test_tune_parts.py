@@ -17,31 +17,42 @@ from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow, TuningTable
 from trtllm_tokenweave.tune.candidates import Candidate, Space
 from trtllm_tokenweave.tune.check import HELD_OUT, choice_of, even_split, held_out, jitter
 from trtllm_tokenweave.tune.measure import Run
-from trtllm_tokenweave.tune.statistics import median_interval, relative_difference, spread
+from trtllm_tokenweave.tune.statistics import centre_interval, relative_difference, spread
 from trtllm_tokenweave.tune.store import Record
 from trtllm_tokenweave.waves import table_key
 
 # ---- statistics
 
 
-def test_the_extremes_of_six_enclose_the_median_and_those_of_five_do_not_surely() -> None:
-    found = median_interval([3, 1, 6, 2, 5, 4])
+def test_the_extremes_of_six_enclose_the_centre_and_those_of_five_do_not_surely() -> None:
+    found = centre_interval([3, 1, 6, 2, 5, 4])
     assert (found.low, found.median, found.high, found.width) == (1, 3.5, 6, 5)
-    assert median_interval([1, 2, 3, 4, 5]).low == -math.inf
-    # 99 % need eight; of nine values the second and the eighth hold 96.1 %.
-    assert median_interval(range(7), 0.99).high == math.inf
-    assert median_interval(range(8), 0.99).high == 7
-    assert (median_interval(range(9)).low, median_interval(range(9)).high) == (1, 7)
+    assert centre_interval([1, 2, 3, 4, 5]).low == -math.inf
+    # 99 % need eight.
+    assert centre_interval(range(7), 0.99).high == math.inf
+    assert centre_interval(range(8), 0.99).high == 7
 
 
-def test_intervals_hold_the_median_as_often_as_they_say() -> None:
+@pytest.mark.parametrize(("count", "critical"), [(6, 0), (7, 2), (8, 3), (9, 5), (10, 8), (15, 25), (20, 52), (25, 89)])
+def test_intervals_are_those_of_the_tables_of_wilcoxons_signed_ranks(count: int, critical: int) -> None:
+    """The tables' critical values, two-sided at 5 %: the interval leaves out so many means of two at each end."""
+    values = [float(1 << i) for i in range(count)]
+    means = sorted((x + y) / 2 for i, x in enumerate(values) for y in values[i:])
+    found = centre_interval(values)
+    assert (found.low, found.high) == (means[critical], means[-1 - critical])
+
+
+def test_intervals_hold_the_centre_as_often_as_they_say() -> None:
     noise = random.Random(1)
     for count in (8, 15, 24):
-        held = 0
+        held = narrow = 0
         for _ in range(1000):
-            found = median_interval([noise.expovariate(1) for _ in range(count)])
-            held += found.low <= math.log(2) <= found.high
-        assert held >= 940
+            # As ratios of two candidates with the same noise are: alike to both sides, with outliers.
+            found = centre_interval([noise.expovariate(1) - noise.expovariate(1) for _ in range(count)])
+            held += found.low <= 0 <= found.high
+            narrow += found.low <= 0.4 <= found.high
+        assert 935 <= held <= 985
+        assert narrow < held
 
 
 def test_differences_are_of_pairs() -> None:

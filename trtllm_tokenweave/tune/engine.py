@@ -83,9 +83,12 @@ class TuningEngine:
         }
 
 
-def steps_of(num_tokens: int) -> int:
-    """Steps that are queued back to back for one sample: the same on all ranks, whatever they measure."""
-    return max(2, min(5, 16384 // num_tokens))
+def steps_of(num_tokens: int, layers: int) -> int:
+    """Steps that are queued back to back for one sample: the same on all ranks, whatever they measure.
+
+    So many that a sample takes some tens of milliseconds.
+    """
+    return max(1, min(5, 32768 // (num_tokens * layers)))
 
 
 class GpuRunner:
@@ -180,8 +183,6 @@ class GpuRunner:
         """See `measure.Runner`."""
         self._step = self._queued(num_tokens, candidate, self._out)
         self._tokens = num_tokens
-        self._step()
-        self.stream.synchronize()
         time.sleep(GAP_SECONDS)
 
     def time(self) -> float:
@@ -189,8 +190,9 @@ class GpuRunner:
         if self._step is None:
             raise TokenWeaveError("no step is prepared")
         start, end = self._events
-        count = steps_of(self._tokens)
-        # One step ahead of the first event: the queue is full when it comes, and the ranks have met.
+        count = steps_of(self._tokens, self.engine.stack.config.num_hidden_layers)
+        # One step ahead of the first event: what TensorRT does once after a change of shapes is done, the queue is full
+        # when the event comes, and the ranks have met.
         self._step()
         call("cudaEventRecord", start, self.stream.handle)
         for _ in range(count):

@@ -35,7 +35,7 @@ class Runner(Protocol):
         """Largest relative error of a row of the candidate's result; ``whole``: look at every row."""
 
     def prepare(self, num_tokens: int, candidate: Candidate) -> None:
-        """Bind a step and run it once, untimed."""
+        """Bind a step."""
 
     def time(self) -> float:
         """Milliseconds of what :meth:`prepare` bound."""

@@ -74,7 +74,7 @@ class TuneArguments:
     gemm: Gemm = "trt"
     symmetric: bool = True
     mode: Mode = "eager"
-    budget_seconds: float = 300.0
+    budget_seconds: float = 285.0
     exhaustive: bool = False
     output: Path | None = None
     table: Path | None = None

@@ -14,15 +14,16 @@ from trtllm_tokenweave.waves import GemmShape
 
 #: Samples with which candidates are compared while looking around.
 LOOK_ROUNDS = 2
-#: Rounds of the last comparison: from the fewest whose extremes are a 99 % interval to a cap.
-MIN_ROUNDS, MAX_ROUNDS = 8, 24
+#: Rounds of the last comparison: from the fewest that have a 95 % interval to a cap.
+MIN_ROUNDS, MAX_ROUNDS = 6, 30
 #: Splits, and fuse-only candidates, in the last comparison.
 FINALISTS, FUSE_FINALISTS = 3, 2
-#: With this probability a split that is used is faster than fuse-only.
-CONFIDENCE = 0.99
-#: A gain below this is not worth twice the collectives.
+CONFIDENCE = 0.95
+#: A split that is used gains more than this: less is not worth twice the collectives.
 MIN_GAIN = 0.002
-#: Where the best two differ by less, it does not matter which is taken.
+#: And, with the confidence, loses no more than this.
+MAX_LOSS = 0.01
+#: Where two differ by less, it does not matter which is taken.
 SAME = 0.003
 
 
@@ -37,7 +38,7 @@ class Choice:
         fuse: The fastest fuse-only candidate.
         gain: Interval of best split / fuse-only - 1 over interleaved pairs; None without a split.
         separated: Whether the interval says which of the two is faster.
-        milliseconds: Median of each candidate of the last comparison.
+        milliseconds: Median of each candidate that was in the last comparison to its end.
     """
 
     num_tokens: int
@@ -102,28 +103,27 @@ class Search:
                     break
 
     def _decide(self, bench: Bench, looked: dict[Candidate, list[float]]) -> Choice:
-        """Measure the best ones side by side, and take a split only if it wins by more than the noise."""
+        """Measure the best ones side by side, and take a split only if it wins and surely loses next to nothing."""
         ranked = sorted(looked, key=lambda c: statistics.median(looked[c]))
         fuses = [c for c in ranked if c.offset is None][:FUSE_FINALISTS] or [self.space.fuse()]
         splits = [c for c in ranked if c.offset is not None][:FINALISTS]
         while True:
             times = compare(bench, [*splits, *fuses], self.out_of_time)
             medians = {c: statistics.median(t) for c, t in times.items()}
-            if medians.keys().isdisjoint(fuses):
+            split, fuse = best_of(times, fuse_only=False), best_of(times, fuse_only=True)
+            if fuse is None:
                 raise TokenWeaveError(f"no fuse-only step of {bench.num_tokens} tokens gives the same result twice")
-            fuse = min(fuses, key=lambda c: medians[c])
-            if not splits:
+            if split is None:
                 return Choice(bench.num_tokens, fuse, None, fuse, None, True, medians)
-            split = min(splits, key=lambda c: medians[c])
             gain = relative_difference(times[split], times[fuse], CONFIDENCE)
-            used = gain.high < -MIN_GAIN
+            used = gain.median < -MIN_GAIN and gain.high < MAX_LOSS
             choice = split if used else fuse
             bench.check_whole(choice)
             if not bench.usable([choice]):
                 # Wrong in a row that the quick look left out.
                 splits, fuses = bench.usable(splits), bench.usable(fuses) or [self.space.fuse()]
                 continue
-            return Choice(bench.num_tokens, choice, split, fuse, gain, used or gain.low > 0, medians)
+            return Choice(bench.num_tokens, choice, split, fuse, gain, gain.high < 0 or gain.low > 0, medians)
 
 
 def best_of(times: dict[Candidate, list[float]], fuse_only: bool) -> Candidate | None:
@@ -135,28 +135,46 @@ def best_of(times: dict[Candidate, list[float]], fuse_only: bool) -> Candidate |
 def compare(
     bench: Bench, finalists: Sequence[Candidate], out_of_time: Callable[[], bool]
 ) -> dict[Candidate, list[float]]:
-    """Rounds of interleaved samples until it is clear which two are the fastest, or which is, or a cap.
+    """Rounds of interleaved samples until it is clear which split and which fuse-only candidate are the fastest, and
+    which of the two; or a cap. Those that are clearly not are left out of later rounds, and of the result.
 
     Round i of all candidates was measured together: their i-th samples are pairs.
     """
     times = bench.measure(finalists, MIN_ROUNDS)
     while len(times) > 1 and len(next(iter(times.values()))) < MAX_ROUNDS:
+        times = without_losers(times)
         if _is_clear(times) or out_of_time():
             break
-        for candidate, more in bench.measure(finalists, 1).items():
+        for candidate, more in bench.measure(list(times), 1).items():
             times[candidate] += more
     return times
 
 
+def without_losers(times: dict[Candidate, list[float]]) -> dict[Candidate, list[float]]:
+    """Without those that are slower than the best of their kind, or no different from it."""
+    kept = {}
+    for fuse_only in (False, True):
+        best = best_of(times, fuse_only)
+        for candidate in times:
+            if best is None or (candidate.offset is None) != fuse_only:
+                continue
+            over = relative_difference(times[candidate], times[best], CONFIDENCE)
+            if candidate == best or not (over.low > 0 or _same(over)):
+                kept[candidate] = times[candidate]
+    return kept
+
+
 def _is_clear(times: dict[Candidate, list[float]]) -> bool:
-    """Whether the best two, and the best split and fuse-only, are separated or too close to matter."""
-    ranked = sorted(times, key=lambda c: statistics.median(times[c]))
-    pairs = [(ranked[0], ranked[1])]
-    split, fuse = (next((c for c in ranked if (c.offset is None) is alone), None) for alone in (False, True))
-    if split is not None and fuse is not None:
-        pairs.append((split, fuse))
-    return all(_decided(relative_difference(times[a], times[b], CONFIDENCE)) for a, b in pairs)
+    """Whether one of each kind is left, and it is clear which of the two is faster, or that they are the same."""
+    kinds = [best_of(times, fuse_only) for fuse_only in (False, True)]
+    if len(times) > len([best for best in kinds if best is not None]):
+        return False
+    split, fuse = kinds
+    if split is None or fuse is None:
+        return True
+    gain = relative_difference(times[split], times[fuse], CONFIDENCE)
+    return gain.high < 0 or gain.low > 0 or _same(gain)
 
 
-def _decided(gain: Interval) -> bool:
-    return gain.high < 0 or gain.low > 0 or (gain.low > -SAME and gain.high < SAME)
+def _same(difference: Interval) -> bool:
+    return difference.low > -SAME and difference.high < SAME

@@ -1,7 +1,8 @@
-"""Medians and intervals of few, noisy measurements; nothing is assumed about their distribution."""
+"""Centres and intervals of few, noisy measurements."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Interval:
-    """A median and an interval that holds the true one; -inf to inf while there are too few values to say."""
+    """A centre and an interval that holds the true one; -inf to inf while there are too few values to say."""
 
     low: float
     median: float
@@ -22,33 +23,41 @@ class Interval:
         return self.high - self.low
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """The median with a confidence interval from order statistics.
+def centre_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """The centre of values that are spread alike to both sides, with a confidence interval.
 
-    Of R values, the k-th smallest and the k-th largest enclose the true median with probability
-    ``1 - 2 * P(Binomial(R, 1/2) < k)``, whatever the distribution (sign test): 96.9 % for the extremes of 6 values.
+    The estimate is the median of all means of two values (Hodges and Lehmann, 1963), the interval ends at the k-th
+    smallest and k-th largest of them, where k is as large as the distribution of Wilcoxon's signed-rank sum allows:
+    93.75 % for the extremes of 5 values, 96.9 % of 6. About a third narrower than one from order statistics.
 
     Args:
-        values: At least one.
-        confidence: Probability that the interval holds the true median.
+        values: At least one. Ratios of two candidates that took turns in random order are spread alike to both sides
+            but for what differs between the candidates' own noise.
+        confidence: Probability that the interval holds the true centre.
     """
-    ordered, count = sorted(values), len(values)
-    outside = 0.0
-    inner = -1
-    for k in range((count + 1) // 2):
-        outside += 2 * math.comb(count, k) / 2**count
-        if 1 - outside < confidence:
-            break
-        inner = k
-    middle = statistics.median(ordered)
+    count = len(values)
+    means = sorted((x + y) / 2 for x, y in itertools.combinations_with_replacement(values, 2))
+    middle = statistics.median(means)
+    inner = _signed_ranks_outside(count, (1 - confidence) / 2)
     if inner < 0:
         return Interval(-math.inf, middle, math.inf)
-    return Interval(ordered[inner], middle, ordered[count - 1 - inner])
+    return Interval(means[inner], middle, means[-1 - inner])
+
+
+def _signed_ranks_outside(count: int, probability: float) -> int:
+    """Largest w with P(signed-rank sum of ``count`` values <= w) <= ``probability``; -1 where there is none."""
+    ways = [1]  # of sums of ranks
+    for rank in range(1, count + 1):
+        ways = [
+            (ways[w] if w < len(ways) else 0) + (ways[w - rank] if w >= rank else 0) for w in range(len(ways) + rank)
+        ]
+    below = itertools.accumulate(ways)
+    return sum(1 for _ in itertools.takewhile(lambda total: total <= probability * 2**count, below)) - 1
 
 
 def relative_difference(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Interval:
     """Interval of a / b - 1 over pairs that were measured together."""
-    return median_interval([x / y - 1 for x, y in zip(a, b, strict=True)], confidence)
+    return centre_interval([x / y - 1 for x, y in zip(a, b, strict=True)], confidence)
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:

@@ -42,7 +42,7 @@ class TuneGoal:
     counts: tuple[int, ...]
     space: Space
     shapes: tuple[GemmShape, ...]
-    budget_seconds: float = 300.0
+    budget_seconds: float = 285.0
     exhaustive: bool = False
 
     def __post_init__(self) -> None:
