@@ -150,14 +150,15 @@ def build(make_network: Callable[[Any], WeaveResult], settings: BuilderSettings)
 def build_on_all_ranks(
     comm: CommBackend, make_network: Callable[[Any], WeaveResult], settings: BuilderSettings
 ) -> Plan:
-    """Build every rank's plan, rank 0's first; collective over ``comm``.
+    """Build every rank's plan from the same timings of kernels; collective over ``comm``.
 
-    The others start from rank 0's timings: so all run the same kernels, and their activations lie at the same
-    offsets, which symmetric memory asks for.
+    So all run the same kernels, and their activations lie at the same offsets, which symmetric memory asks for. Rank 0
+    builds first, and the others start from its timings. Where it has timings of an earlier build all start from those
+    at once, and the others build again only if rank 0 found that some were missing.
 
     Args:
         comm: The ranks.
-        make_network: As for :func:`build`.
+        make_network: As for :func:`build`; called once a build.
         settings: With a timing cache, each rank its own file.
 
     Raises:
@@ -171,19 +172,29 @@ def build_on_all_ranks(
 
     cache = on_all_ranks(comm, "timing caches", given_cache)
 
-    def build_first() -> tuple[Plan | None, bytes]:
-        return (build(make_network, settings), cache.read_bytes()) if comm.rank == 0 else (None, b"")
+    def rank_0s_timings(missing_ok: bool) -> bytes:
+        def read() -> bytes:
+            return cache.read_bytes() if comm.rank == 0 and (cache.exists() or not missing_ok) else b""
 
-    first, mine = on_all_ranks(comm, "building rank 0", build_first, BUILD_TIMEOUT)
-    timings = comm.all_gather("timings of rank 0", np.frombuffer(mine, np.int8))[0].tobytes()
+        mine = on_all_ranks(comm, "reading rank 0's timings", read)
+        return comm.all_gather("rank 0's timings", np.frombuffer(mine, np.int8))[0].tobytes()
 
-    def build_after() -> Plan:
-        if first is not None:
-            return first
-        replace_file(cache, lambda aside: aside.write_bytes(timings))
+    def build_from(timings: bytes) -> Plan:
+        if comm.rank != 0:
+            replace_file(cache, lambda aside: aside.write_bytes(timings))
         return build(make_network, settings)
 
-    return on_all_ranks(comm, "building the other ranks", build_after, BUILD_TIMEOUT)
+    known = rank_0s_timings(missing_ok=True)
+    plan = on_all_ranks(comm, "building", lambda: build_from(known) if known or comm.rank == 0 else None, BUILD_TIMEOUT)
+    found = rank_0s_timings(missing_ok=False)
+
+    def build_again() -> Plan:
+        nonlocal plan
+        if comm.rank != 0 and not (known and found == known):
+            plan = None  # as large as the model
+        return build_from(found) if plan is None else plan
+
+    return on_all_ranks(comm, "building the other ranks", build_again, BUILD_TIMEOUT)
 
 
 # ---- settings
