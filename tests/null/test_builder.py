@@ -444,7 +444,8 @@ def build_ranks(
 ) -> tuple[list[Any], Any]:
     """What three ranks get, or the error of each; and (rank, timings that it started from) in order.
 
-    A build writes its own timings, but for one that starts from ``known``: it finds nothing missing.
+    A build writes its own timings; one that starts from ``known`` finds nothing missing, and writes them in another
+    order.
     """
     order: list[tuple[int, bytes | None]] = []
 
@@ -455,8 +456,8 @@ def build_ranks(
         if rank == failing:
             raise UserError("does not fit", where="profile")
         time.sleep(takes)
-        if folder.is_dir() and not (known and order[-1][1] == known):
-            cache.write_bytes(bytes([200, rank]))
+        if folder.is_dir():
+            cache.write_bytes(known[::-1] if known and order[-1][1] == known else bytes([200, rank]))
         return f"plan {rank}"
 
     def job(comm: LocalComm) -> Any:
