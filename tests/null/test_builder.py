@@ -452,12 +452,13 @@ def build_ranks(
     def fake_build(rank: Any, settings: BuilderSettings) -> Any:
         cache = settings.timing_cache
         assert cache is not None
-        order.append((rank, cache.read_bytes() if cache.exists() else None))
+        given = cache.read_bytes() if cache.exists() else None
+        order.append((rank, given))
         if rank == failing:
             raise UserError("does not fit", where="profile")
         time.sleep(takes)
         if folder.is_dir():
-            cache.write_bytes(known[::-1] if known and order[-1][1] == known else bytes([200, rank]))
+            cache.write_bytes(known[::-1] if known and given == known else bytes([200, rank]))
         return f"plan {rank}"
 
     def job(comm: LocalComm) -> Any:
