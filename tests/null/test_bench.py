@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from trtllm_tokenweave.bench.plots import (
+    check_markdown,
     draw_kernel,
+    e2e_markdown,
     kernel_markdown,
     kernel_rows,
     overlap_markdown,
@@ -75,12 +78,23 @@ def test_figures_of_the_stack_come_from_its_result() -> None:
 def test_text_about_the_stack_is_its_result() -> None:
     stack, document = result("stack_tp2.json"), " ".join((ROOT / "docs/benchmarks.md").read_text().split())
     rows = [row for row in stack["rows"] if row["gemm"] == "budget"]
-    faster = [row["stock_ms"] / row["woven_ms"] for row in rows]
-    assert (round(min(faster), 2), round(max(faster), 2)) == (1.07, 1.09)
-    assert "it is 1.07 times (8192 tokens) to 1.09 times (2048 tokens) as fast" in document
-    over = [(row["num_tokens"] == 1024, 100 * (row["woven_ms"] / row["no_comm_ms"] - 1)) for row in rows]
-    edges = [edge([share for small, share in over if small is at]) for at in (False, True) for edge in (min, max)]
-    assert "by {:.1f} to {:.1f} % from 2048 tokens on, by {:.1f} to {:.1f} % at 1024".format(*edges) in document
+    faster = {(row["num_tokens"], row["mode"]): f"{row['stock_ms'] / row['woven_ms']:.3f}" for row in rows}
+    over = {(row["num_tokens"], row["mode"]): 100 * (row["woven_ms"] / row["no_comm_ms"] - 1) for row in rows}
+    for text, counts in (
+        ("At 4096 tokens it is {} (eager) and {} times (graph) as fast, at 8192 {} and {};", [4096, 8192]),
+        ("at 2048 {} and {}, and at 1024 {} and {}.", [2048, 1024]),
+    ):
+        assert text.format(*(faster[tokens, mode] for tokens in counts for mode in ("eager", "graph"))) in document
+    bounds = [row["stock_ms"] / row["no_comm_ms"] for row in rows if row["num_tokens"] >= 4096]
+    assert f"is {min(bounds):.3f} to {max(bounds):.3f} times as fast as stock at 4096 and 8192" in document
+    reached = [over[4096, "eager"], over[4096, "graph"], over[2048, "graph"]]
+    assert max(reached) <= 0
+    text = "4096 tokens ({:.1f} % eager, {:.1f} % graph) and at 2048 in graphs ({:.1f} %)"
+    assert text.format(*reached) in document
+    missed = [over[2048, "eager"], *(over[tokens, mode] for tokens in (8192, 1024) for mode in ("eager", "graph"))]
+    assert min(missed) > 0
+    text = "2048 eager ({:+.1f} %), at 8192 ({:+.1f} and {:+.1f} %) and at 1024 ({:+.1f} and {:+.1f} %)"
+    assert text.format(*missed) in document
     memory = {name: engine["memory_bytes"] for name, engine in stack["engines"].items()}
     shares = {name: f"{bytes_ / memory['stock']:.2f}" for name, bytes_ in memory.items()}
     text = "fuse only {fuse_only}, woven {woven_trt} with TensorRT's GEMMs and {woven_budget} with budget GEMMs"
@@ -93,19 +107,95 @@ def test_text_about_the_stack_is_its_result() -> None:
         ratios = [row[f"woven_trt_{name}"] / row[f"fuse_only_{name}"] for row in stack["small"]]
         assert text.format(min(ratios), max(ratios)) in document
     assert f"{stack['counters']['staged']} copied" in document
-    hidden, left, last = [], [], []
+    hidden, trt, left, last = [], [], [], []
     for mode in ("eager", "graph"):
         kernels = [Kernel(**kernel) for kernel in stack["timeline"][f"{mode}_kernels"]["woven_budget"]]
         figures = summary(kernels)
-        hidden.append(f"{figures['both_us'] / figures['collective_us']:.2f}")
+        hidden.append(f"{100 * figures['both_us'] / figures['collective_us']:.0f}")
+        others = stack["timeline"][mode]["woven_trt"]
+        trt.append(f"{100 * others['both_us'] / others['collective_us']:.0f}")
         left.append(f"{(figures['collective_us'] - figures['both_us']) / 1000:.2f}")
         ending = [kernel for kernel in kernels if is_collective(kernel)][-1]
         last.append(f"{(ending.end_us - ending.start_us) / 1000:.2f}")
-    assert hidden == ["0.95", "0.95"]
-    assert "95 % of the time of the collectives of 4 CTAs lies beside compute" in document
+    assert f"Eager, {hidden[0]} % of the time of the collectives of 4 CTAs lies beside compute" in document
+    assert f"and {trt[0]} % of those of 16 CTAs" in document
+    assert f"{hidden[1]} and {trt[1]} %." in document
     assert "Of the {} (eager) and {} ms (graph) that 4 CTAs leave, {} and {} ms are".format(*left, *last) in document
-    beyond = [f"{row['woven_ms'] - row['no_comm_ms']:.2f}" for row in rows if row["num_tokens"] == 4096]
-    assert "no communication in the rows above, {} and {} ms".format(*beyond) in document
+    launch = (ROOT / "trtllm_tokenweave/table/launch.py").read_text()
+    worst = 0.0
+    for tokens, column in itertools.product((1024, 2048, 4096, 8192), ("woven_trt_ms", "woven_budget_ms")):
+        times = {row["ctas"]: row[column] for row in stack["sweep"] if row["num_tokens"] == tokens}
+        worst = max(worst, times[8] / min(times.values()) - 1)
+    assert f"8 are within {100 * worst:.1f} % of the best of 4 to 16" in launch
+
+
+def test_figures_of_real_attention_come_from_their_result() -> None:
+    e2e, document = result("e2e_tp2.json"), (ROOT / "docs/benchmarks.md").read_text()
+    assert e2e_markdown(e2e) in document
+    text, readme = (" ".join(t.split()) for t in (document, (ROOT / "README.md").read_text()))
+    rows = {(row["num_tokens"], row["mode"]): row for row in e2e["rows"]}
+
+    def pair(tokens: int, column: str, over: str = "") -> list[float]:
+        found = [rows[tokens, mode] for mode in ("eager", "graph")]
+        return [row[column] / row[over] if over else row[column] for row in found]
+
+    def percent(tokens: int, other: str) -> list[float]:
+        return [100 * abs(ratio - 1) for ratio in pair(tokens, "even_split_ms", other)]
+
+    faster = pair(4096, "stock_ms", "even_split_ms")
+    assert "4096 tokens: {:.3f} (eager) and {:.3f} times (graph) as fast as stock".format(*faster) in text
+    assert "{:.3f} and {:.3f} times with real attention".format(*faster) in readme
+    again = "{:.3f} and {:.3f}".format(*pair(4096, "stock_ms", "tuned_split_ms"))
+    assert f"{again} when measured again" in text
+    assert f"(measured again: {again})" in readme
+    assert max(pair(4096, "even_split_ms", "no_comm_ms")) < 1
+    shares = [100 * (1 - ratio) for ratio in pair(4096, "tuned_split_ms", "no_comm_ms")]
+    assert "and again {:.1f} and {:.1f} %.".format(*shares) in text
+    assert "reached: {:.1f} and {:.1f} % faster".format(*percent(4096, "no_comm_ms")) in text
+    assert min(pair(1024, "even_split_ms", "fuse_only_ms")) > 1
+    lost = [*percent(1024, "fuse_only_ms"), *percent(1024, "no_comm_ms")]
+    assert "{:.1f} and {:.1f} % slower than fuse only and {:.1f} and {:.1f} % slower than no comm".format(*lost) in text
+    columns = ("even_split_ms", "stock_ms", "no_comm_ms")
+    figures = [figure for column in columns for figure in pair(4096, column)]
+    said = "{:.2f} ms eager and {:.2f} as a graph, where stock takes {:.2f} and {:.2f} and no communication {:.2f} and"
+    assert f"{said} {{:.2f}}".format(*figures) in readme
+    figures = [figure for column in ("even_split_ms", "fuse_only_ms") for figure in pair(1024, column)]
+    assert "{:.2f} and {:.2f} ms, where fuse only takes {:.2f} and {:.2f}".format(*figures) in readme
+    longer = []
+    for tokens in (4096, 1024):
+        times = {row["offset"]: row["woven_ms"] for row in e2e["sweep"] if row["num_tokens"] == tokens}
+        even = times.pop(0)
+        longer.append(100 * (min(times.values()) / even - 1))
+    assert (
+        "takes {:.1f} % longer than the even split at 4096 tokens, and {:.1f} % longer at 1024".format(*longer) in text
+    )
+    assert all(row["prefix_tuned"] == row["prefix_even"] for row in rows.values())
+    apart = [100 * abs(row["tuned_split_ms"] / row["even_split_ms"] - 1) for row in rows.values()]
+    assert f"lie {min(apart):.1f} to {max(apart):.1f} % apart." in text
+    assert max(row["error"] for row in rows.values()) < 0.0175
+    memory = {name: engine["memory_bytes"] for name, engine in e2e["engines"].items()}
+    said = "stock {stock:.2f} GB, fuse only {fuse_only:.2f}, no communication {no_comm:.2f}, and the woven engine"
+    said += " {woven:.2f}"
+    assert said.format(**{name: bytes_ / 1e9 for name, bytes_ in memory.items()}) in text
+    assert f"{memory['woven'] / memory['stock']:.2f} times stock" in text
+
+
+def test_figures_of_the_tuner_come_from_its_first_run() -> None:
+    check, jitter = result("tune_tp2.json")["held_out"], result("jitter_tp2.json")["jitter"]
+    document = (ROOT / "docs/tuning.md").read_text()
+    assert check_markdown({"held_out": check}) in document
+    text = " ".join(document.split())
+    over = {row["num_tokens"]: row["chosen_over_best"][1] - 1 for row in check}
+    worse = {tokens: f"{100 * share:.1f} %" for tokens, share in over.items() if share > 0.02}
+    assert f"{len(over) - len(worse)} of {len(over)} are within 2 % of the exhaustive best." in text
+    assert "{} tokens by {} and {} by {}".format(*(x for pair in worse.items() for x in pair)) in text
+    assert all(row["chosen"].startswith("fuse") for row in check if row["num_tokens"] in worse)
+    assert max(row["chosen_over_fuse_only"][1] for row in check) < 1.01
+    for column, said in (("even", "times the even split"), ("fuse_only", "times fuse-only with 132 CTAs")):
+        ratios = [row["tuned_ms"] / row[f"{column}_ms"] for row in jitter]
+        assert f"{min(ratios):.3f} to {max(ratios):.3f} {said}" in text
+    fused = sum(row["tuned"].startswith("fuse") for row in jitter)
+    assert f"Of {len(jitter)} choices {fused} are fuse-only" in text
 
 
 def test_plot_of_the_documentation_is_redrawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,8 +93,9 @@ def test_speed_up_is_stock_over_each_variant(axes: Axes) -> None:
     assert "woven, trt GEMMs" in axes.lines
 
 
-def test_the_sweep_is_over_its_best(axes: Axes) -> None:
-    sweep = [{"num_tokens": 64, "ctas": n, "gemm_sms": 0, "woven_trt_ms": ms} for n, ms in ((8, 3.0), (4, 2.0))]
+@pytest.mark.parametrize("by", ["ctas", "offset"])
+def test_the_sweep_is_over_its_best(axes: Axes, by: str) -> None:
+    sweep = [{"num_tokens": 64, by: n, "gemm_sms": 0, "woven_trt_ms": ms} for n, ms in ((8, 3.0), (4, 2.0))]
     tune_plots.draw_sweep({"sweep": sweep})
     assert axes.lines["64"] == ([4, 8], [1.0, 1.5])
 
@@ -118,6 +119,7 @@ def test_every_result_is_drawn_by_one_command(tuned: dict[str, Any], tmp_path: P
     results = {
         "table.measurements": (tuned, ["waves", "heat_map", "ctas"]),
         "stack": (json.loads((ROOT / "docs/results/stack_tp2.json").read_text()), ["speed_up_eager", "speed_up_graph"]),
+        "e2e": (json.loads((ROOT / "docs/results/e2e_tp2.json").read_text()), ["speed_up_graph", "offsets"]),
         "jitter": ({"jitter": [{"num_tokens": n, "even_ms": 2.0, "tuned_ms": 1.0} for n in (64, 128)]}, ["jitter"]),
     }
     for stem, (document, names) in results.items():

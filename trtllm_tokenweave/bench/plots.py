@@ -22,6 +22,16 @@ _ENGINES = {
     "no_comm": "no communication",
 }
 
+_E2E = {
+    "stock_ms": "stock",
+    "fuse_only_ms": "fuse only",
+    "even_split_ms": "even split",
+    "tuned_split_ms": "split of the table, or best of those tried",
+    "whole_attention_even_ms": "even split, attention left whole",
+    "whole_attention_tuned_ms": "table's or best split, attention left whole",
+    "no_comm_ms": "no communication",
+}
+
 
 def kernel_rows(document: Mapping[str, Any], hidden: int) -> list[dict[str, Any]]:
     """Rows of one hidden size, by token count, each with its best peer."""
@@ -134,8 +144,34 @@ def stack_markdown(document: Mapping[str, Any]) -> str:
             ratios = [f"{stack_ratio(document, n, mode, column, gemm):.3f}" for n in counts]
             lines.append((f"{mode}: {title} / stock", ratios))
         bound = [stack_row(document, n, mode, "budget") for n in counts]
-        over = [f"{r['woven_ms'] / r['no_comm_ms'] - 1:+.1%}".replace("%", " %") for r in bound]
+        over = [_over(r["woven_ms"], r["no_comm_ms"]) for r in bound]
         lines.append((f"{mode}: woven, budget GEMMs, over no communication", over))
+    return _markdown(lines)
+
+
+def _over(time: float, other: float) -> str:
+    """How much longer ``time`` is, in percent."""
+    return f"{time / other - 1:+.1%}".replace("%", " %")
+
+
+def e2e_markdown(document: Mapping[str, Any]) -> str:
+    """The steps of `bench e2e` as a table for the documentation."""
+    rows = document["rows"]
+    lines = [("ms a step", [f"{r['num_tokens']}, {r['mode']}" for r in rows])]
+    lines += [(title, [f"{r[column]:.2f}" for r in rows]) for column, title in _E2E.items() if column in rows[0]]
+    lines.append(("stock / even split", [f"{r['stock_ms'] / r['even_split_ms']:.3f}" for r in rows]))
+    for title, column in (("no communication", "no_comm_ms"), ("fuse only", "fuse_only_ms")):
+        lines.append((f"even split, over {title}", [_over(r["even_split_ms"], r[column]) for r in rows]))
+    return _markdown(lines)
+
+
+def check_markdown(document: Mapping[str, Any]) -> str:
+    """A tuned table at token counts that were not tuned, as a table for the documentation: medians of pairs."""
+    rows = document["held_out"]
+    lines = [("tokens", [str(r["num_tokens"]) for r in rows])]
+    lines += [(name, [r[name] for r in rows]) for name in ("chosen", "best")]
+    for title, column in (("best", "chosen_over_best"), ("fuse only", "chosen_over_fuse_only")):
+        lines.append((f"chosen / {title}", [f"{r[column][1]:.3f}" for r in rows]))
     return _markdown(lines)
 
 

@@ -225,27 +225,30 @@ def draw_speed_up(document: Document, mode: str) -> Picture:
 
 
 def stack_pictures(document: Document) -> dict[str, Picture]:
-    """Pictures of `bench stack` or of end-to-end rows, by name: speed-up in each mode, and the sweep of CTAs."""
+    """Pictures of `bench stack` or `bench e2e`, by name: speed-up in each mode, and the sweep of CTAs or of offsets."""
     modes = dict.fromkeys(row.get("mode", "steps") for row in document["rows"])
     found = {f"speed_up_{mode}": draw_speed_up(document, mode) for mode in modes}
     if document.get("sweep"):
-        found["ctas"] = draw_sweep(document)
+        found["ctas" if "ctas" in document["sweep"][0] else "offsets"] = draw_sweep(document)
     return found
 
 
 def draw_sweep(document: Document) -> Picture:
-    """`bench stack`'s sweep: time of the fastest woven engine by CTAs over the best, by tokens."""
+    """Time of the fastest woven engine over the best, by tokens: by CTAs (`bench stack`) or offsets (`bench e2e`)."""
     sweep = document["sweep"]
+    x, words = ("ctas", "CTAs of the collectives") if "ctas" in sweep[0] else ("offset", "offset of the split, tokens")
     columns = [name for name in sweep[0] if name.endswith("_ms")]
     column = min(columns, key=lambda name: min(float(row[name]) for row in sweep))
 
     def draw(axes: Axes) -> None:
         for tokens, color in zip(sorted({r["num_tokens"] for r in sweep}), _COLORS, strict=False):
-            points = sorted((r["ctas"], r[column]) for r in sweep if r["num_tokens"] == tokens)
+            points = sorted((r[x], r[column]) for r in sweep if r["num_tokens"] == tokens)
             least = min(ms for _, ms in points)
             axes.plot([n for n, _ in points], [ms / least for _, ms in points], "o-", color=color, label=f"{tokens}")
-        _finish(axes, "CTAs of the collectives", "time over the best")
+        _finish(axes, words, "time over the best")
 
+    if x == "offset":
+        return _figure("Time of the woven step by offset, by tokens", draw, "Time by offsets of the split.")
     title = f"CTA sensitivity of {column.removesuffix('_ms').replace('_', ', ')} GEMMs, by tokens"
     return _figure(title, draw, "Time by CTAs of the collectives.")
 

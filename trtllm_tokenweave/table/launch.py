@@ -37,7 +37,7 @@ class LaunchConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     # Beside GEMMs few CTAs win though the collective takes longer: it is hidden, and the SMs are missed. With two ranks
-    # 8 are within 4.4 % of the best of 4 to 16 at every size (docs/results/stack_tp2.json), but more ranks need more.
+    # 8 are within 3.2 % of the best of 4 to 16 at every size (docs/results/stack_tp2.json), but more ranks need more.
     fabric: Fabric = "auto"
     ctas: Annotated[int, Field(ge=CLUSTER, le=MAX_CTAS)] = 8
     threads: Annotated[int, Field(ge=WARP, le=MAX_THREADS)] = MAX_THREADS
