@@ -45,8 +45,17 @@ def test_readme_names_every_command() -> None:
     assert all(f"| `{command.name}" in readme for command in COMMANDS)
 
 
+def anchors(document: Path) -> set[str]:
+    """Where links into a document may lead, as GitHub names its headings."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
-    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)", document.read_text()):
-            if "://" not in target:
-                assert (document.parent / target).exists(), f"{document.name}: {target}"
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "plugins").rglob("README.md")]
+    for document in documents:
+        for name, _, anchor in (link.partition("#") for link in re.findall(r"\]\(([^)]+)\)", document.read_text())):
+            if "://" not in name:
+                target = document.parent / name if name else document
+                assert target.exists(), f"{document.name}: {name}"
+                assert not anchor or anchor in anchors(target), f"{document.name}: {name}#{anchor}"
