@@ -6,21 +6,23 @@ One rank: its collective sums over itself, and normalises all tokens. Everything
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import trtllm_tokenweave.passes as passes
 from gpu.woven import Built, Runner, Shape, Variant, relative_error, tokens
+from trtllm_tokenweave import passes, trt
 from trtllm_tokenweave.engine_context import EngineContext
 from trtllm_tokenweave.errors import TokenWeaveError
 from trtllm_tokenweave.inspection import parse_layers
 from trtllm_tokenweave.passes import names
 from trtllm_tokenweave.plugin_library import plugin_library
-from trtllm_tokenweave.plugin_specs import NAMESPACE, STREAM_JOIN, Half
+from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, STREAM_JOIN, Half
 from trtllm_tokenweave.recorder import rules as recorder_rules
 from trtllm_tokenweave.recorder import tensor as recorder_tensor
+from trtllm_tokenweave.recorder.plugin import Fields, PluginKey
 from trtllm_tokenweave.table import prefix
 from trtllm_tokenweave.tensorrt_module import tensorrt
 
@@ -29,6 +31,11 @@ SMALL, SPLIT = (1, 7, 64, 1000, 1023), (1024, 1025, 1500, 2048, 4000, 4096)
 VARIANTS: tuple[Variant, ...] = ("stock", "fuse", "weave")
 #: bfloat16 in every layer; GEMMs of other sizes add in another order.
 TOLERANCE = 0.02
+#: For controls: collectives that outlast by far what runs beside them.
+SLOW = Shape(ctas=2, threads=64)
+#: The same with 64 tokens in the suffix half of the largest step. Its GEMMs have fewer CTAs than there are SMs, so none
+#: of them waits for SMs that the prefix half's collective has.
+UNEVEN = replace(SLOW, split_offset=1984)
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +108,16 @@ def test_memory_and_plan_size(built: dict[Variant, Built]) -> None:
 def test_gemm_plugin(built: dict[Variant, Built], folder: Path, gemm_sms: int) -> None:
     x = tokens(3000, SHAPE.hidden)
     shape = Shape(gemm="budget", gemm_sms=gemm_sms)
-    runner = Built(shape, "weave", folder / f"gemm{gemm_sms}").runner()
+    engine = Built(shape, "weave", folder / f"gemm{gemm_sms}")
+    runner = engine.runner()
     want = built["stock"].runner().run(x)
     for attempt in range(3):
         assert relative_error(runner.run(x, graph=True), want) < TOLERANCE, attempt
     assert runner.graphs.counters.fallback == 0
     inspector = runner.context.engine.tensorrt_engine.create_engine_inspector()
     layers = parse_layers(inspector.get_engine_information(tensorrt().LayerInformationFormat.JSON))
-    assert sum("tokenweave_gemm" in found.name for found in layers) == 2 * 4 * SHAPE.layers
+    # Of the two products in front of a site the first, in both halves.
+    assert sum("tokenweave_gemm" in found.name for found in layers) == 2 * len(engine.plan.result.plan.sites)
 
 
 # ---- negative controls
@@ -126,38 +135,76 @@ def without_keep_alive(network: Any) -> None:
                 join.set_input(position, network.get_input(0))
 
 
-def wrong(folder: Path, name: str, damage: Any = None) -> bool:
-    """Whether an engine computes something else than the stock one at any of a few sizes."""
-    slow = Shape(ctas=2)
-    reference = Built(slow, "stock", folder / "reference").runner()
-    runner = Built(slow, "weave", folder / name, damage=damage).runner()
+def wrong(stock: Runner, built: Built, *, graph: bool = False) -> bool:
+    """Whether an engine computes something else than the stock one in any of a few steps that are split.
+
+    No two steps have the same data: what an earlier one left in memory is never right.
+    """
+    runner = built.runner()
     errors = []
     for count in (2048, 3000, 4096):
-        x = tokens(count, slow.hidden)
-        want = reference.run(x)
-        errors += [relative_error(runner.run(x), want) for _ in range(3)]
+        if built.shape.table(1).lookup(1, count).mode == "weave":
+            for seed in range(5):
+                x = tokens(count, SHAPE.hidden, seed)
+                want = stock.run(x)
+                errors.append(relative_error(runner.run(x, graph=graph), want))
+    assert runner.graphs.counters.fallback == 0
+    assert (runner.graphs.counters.graph > 0) == graph
+    runner.graphs.close(runner.stream)
+    built.context.close()
     return max(errors) > 5 * TOLERANCE
 
 
-def test_control_of_the_controls(folder: Path) -> None:
-    assert not wrong(folder, "undamaged")
+@pytest.mark.parametrize("shape", [SLOW, UNEVEN], ids=["eager", "graph"])
+def test_control_of_the_controls(runners: dict[Variant, Runner], folder: Path, shape: Shape) -> None:
+    undamaged = Built(shape, "weave", folder / f"undamaged{shape.split_offset}")
+    assert not wrong(runners["stock"], undamaged, graph=shape is UNEVEN)
+    counters = plugin_library().counters()
+    assert counters["joins"] == counters["overlapped"] > 0
 
 
-def test_without_keep_alive_it_is_wrong(folder: Path) -> None:
-    assert wrong(folder, "no_keep_alive", without_keep_alive)
+def test_without_keep_alive_it_is_wrong(runners: dict[Variant, Runner], folder: Path) -> None:
+    assert wrong(runners["stock"], Built(SLOW, "weave", folder / "no_keep_alive", damage=without_keep_alive))
     assert plugin_library().counters()["unkept_inputs"] > 0
 
 
-def test_without_join_it_is_wrong(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create = passes.fuse.__globals__["trt"].create_plugin
+def joined_only(monkeypatch: pytest.MonkeyPatch, waiting: frozenset[str]) -> None:
+    """Let no joins but these wait, in networks woven from now on, and the last collective be as slow as the others."""
+    add = trt.add_plugin
 
-    def never_waiting(network: Any, key: Any, name: str, fields: Any) -> Any:
-        if key[0] == STREAM_JOIN and key[2] == NAMESPACE:
-            fields = {**fields, "waits": 0}
-        return create(network, key, name, fields)
+    def altered(network: Any, key: PluginKey, name: str, fields: Fields, inputs: list[Any]) -> Any:
+        if key[0] == STREAM_JOIN and int(fields["site"]) >= 0:
+            fields = {**fields, "waits": int(name in waiting)}
+        elif key[0] == ALL_REDUCE_RMS_NORM:
+            fields = {**fields, "last": 0}
+        return add(network, key, name, fields, inputs)
 
-    monkeypatch.setattr("trtllm_tokenweave.trt.create_plugin", never_waiting)
-    assert wrong(folder, "no_join")
+    monkeypatch.setattr(trt, "add_plugin", altered)
+    monkeypatch.setattr(passes, "verify", lambda *_: [])
+
+
+def test_without_the_last_join_it_is_wrong(
+    runners: dict[Variant, Runner], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of graphs a collective starts behind the one before, and compute goes on once it has started.
+
+    So each start makes compute wait for all collectives but the newest, which leaves one for the joins.
+    """
+    joined_only(monkeypatch, frozenset())
+    assert wrong(runners["stock"], Built(SLOW, "weave", folder / "no_join"))
+    counters = plugin_library().counters()
+    assert counters["overlapped"] > 0
+    assert counters["joins"] == 0
+
+
+def test_in_a_graph_it_is_wrong_without_the_others(
+    runners: dict[Variant, Runner], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph has no edges but forks and joins; without the last join there would be none."""
+    joined_only(monkeypatch, frozenset({names.join(2 * SHAPE.layers - 1, Half.SUFFIX)}))
+    assert wrong(runners["stock"], Built(UNEVEN, "weave", folder / "last_join"), graph=True)
+    counters = plugin_library().counters()
+    assert counters["overlapped"] == 2 * 2 * SHAPE.layers * counters["joins"] > 0
 
 
 def many_elements(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,21 +38,28 @@ def load_plugins() -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """A stack of ``layers`` x 2 sites; bfloat16. Its collectives use ``ctas`` CTAs: few make them slow."""
+    """A stack of ``layers`` x 2 sites; bfloat16.
+
+    Its collectives use ``ctas`` CTAs of ``threads`` threads: few make them slow. ``split_offset`` tokens move from the
+    suffix half to the prefix half.
+    """
 
     hidden: int = 2048
     ffn: int = 4096
     layers: int = 2
     min_tokens: int = 1024
     ctas: int = 4
+    threads: int = 1024
+    split_offset: int = 0
     gemm_sms: int = 0
     gemm: Literal["trt", "budget"] = "trt"
 
     def table(self, tp_size: int) -> TuningTable:
-        """Splits steps of ``min_tokens`` and more in half."""
+        """Splits steps of ``min_tokens`` and more."""
         key = TableKey(gpu="any", tp_size=tp_size, hidden_size=self.hidden, dtype="bfloat16", model_kind="dense")
-        launch = LaunchConfig(ctas=self.ctas, gemm_sms=self.gemm_sms)
-        row = TableRow(tokens=Bucket(lo=1), mode="weave", split_offset=0, attention=launch, mlp=launch)
+        launch = LaunchConfig(ctas=self.ctas, threads=self.threads, gemm_sms=self.gemm_sms)
+        offset = self.split_offset
+        row = TableRow(tokens=Bucket(lo=1), mode="weave", split_offset=offset, attention=launch, mlp=launch)
         return TuningTable(key=key, granularity=256, min_tokens=self.min_tokens, rows=(row,))
 
     def options(self, mapping: Mapping) -> WeaveOptions:
@@ -77,7 +84,6 @@ class Built:
     #: Applied to the network after the weave.
     damage: Callable[[Any], None] | None = None
     fused_memory_bytes: int | None = None
-    symmetric: bool = False
 
     @property
     def mapping(self) -> Mapping:
@@ -123,7 +129,7 @@ class Built:
     @cached_property
     def context(self) -> EngineContext:
         """Its execution context."""
-        return self.engine.context(symmetric=self.symmetric)
+        return self.engine.context()
 
     def runner(self) -> Runner:
         """Runs steps."""

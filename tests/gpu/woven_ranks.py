@@ -6,8 +6,10 @@ Ranks share GPUs where there are more of them: their kernels then take turns, wh
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,9 +17,10 @@ import ml_dtypes
 import numpy as np
 from support.stack import Stack
 
-from gpu.woven import Array, Built, Shape, Variant, relative_error, tokens
+from gpu.woven import Array, Built, Runner, Shape, Variant, relative_error, tokens
 from trtllm_tokenweave.comm import MpiComm
 from trtllm_tokenweave.device import call
+from trtllm_tokenweave.engine import Engine, save_engine
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.plugin_library import PluginLibrary, plugin_library
 from trtllm_tokenweave.recorder import RecordedNetwork
@@ -25,8 +28,19 @@ from trtllm_tokenweave.recorder import RecordedNetwork
 SHAPE = Shape(hidden=1024, ffn=2048, layers=2, ctas=8)
 COUNTS = (1, 2, 7, 1000, 1024, 1501, 4095)
 TOLERANCE = 0.02
-#: How many bytes further every rank's activations lie in symmetric memory than those of the rank before, in one run.
-SHIFT, MAX_SHIFT = 1 << 20, 8 << 20
+#: Room for the shift of the last of many ranks.
+MAX_SHIFT = 8 << 20
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where activations lie: ``shift`` bytes further in symmetric memory than those of the rank before."""
+
+    symmetric: bool
+    shift: int = 0
+
+
+LAYOUTS = (Layout(False), Layout(True), Layout(True, 1 << 20))
 
 
 def reference(x: Array, tp_size: int) -> Array:
@@ -67,45 +81,55 @@ def activations_shifted(shift: int) -> Iterator[None]:
         yield
 
 
-def check(built: Built, shift: int) -> None:
-    """Run an engine; on all ranks, whose activations lie ``shift`` bytes further than those of the rank before."""
-    comm = built.comm
+def check(engine: Engine, variant: Variant, layout: Layout, cases: Sequence[tuple[Array, Array]]) -> None:
+    """Run an engine on all ranks, on inputs whose results are known."""
+    comm, shift = engine.comm, layout.shift
     with activations_shifted(shift * comm.rank):
-        runner = built.runner()
+        context = engine.context(symmetric=layout.symmetric)
+    runner = Runner(context)
     plugin_library().reset_counters()
-    for count in COUNTS:
-        x = tokens(count, SHAPE.hidden)
-        want = reference(x, comm.size)
+    for x, want in cases:
         for attempt in range(4):
             got = runner.run(x, graph=True)
             error = relative_error(got, want)
-            assert error < TOLERANCE, f"{built.variant} {count} tokens, run {attempt}: relative error {error}"
+            assert error < TOLERANCE, f"{variant} {len(x)} tokens, run {attempt}: relative error {error}"
             for other in comm.all_gather("out", got):
                 np.testing.assert_array_equal(other, got)
     assert runner.graphs.counters.fallback == 0, runner.graphs.counters
     # Ranks that were built together differ in nothing.
-    assert built.context.symmetric == built.symmetric
+    assert context.symmetric == layout.symmetric
     counters = plugin_library().counters()
-    if built.symmetric and not shift:
+    if layout.symmetric and not shift:
         # The network's output lies elsewhere; in a fused engine the last collective writes it.
-        assert counters["staged"] == (counters["in_line"] // (2 * SHAPE.layers) if built.variant == "fuse" else 0)
+        assert counters["staged"] == (counters["in_line"] // (2 * SHAPE.layers) if variant == "fuse" else 0)
     else:
         assert counters["staged"] > 0, counters
-    assert (counters["offset_fallbacks"] > 0) == (built.symmetric and shift > 0), counters
+    assert (counters["offset_fallbacks"] > 0) == (layout.symmetric and shift > 0), counters
     runner.graphs.close(runner.stream)
-    built.context.close()
+    context.close()
 
 
 def main(folder: Path) -> None:
-    """Run every variant on this rank; raises where something is wrong."""
-    comm = MpiComm()
+    """Run every variant in every layout on this rank; raises where something is wrong."""
+    started, comm = time.perf_counter(), MpiComm()
     call("cudaSetDevice", comm.rank % call("cudaGetDeviceCount"))
+
+    def say(what: str) -> None:
+        if comm.rank == 0:  # a run that is cut short shows where it was
+            print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
+
+    # The reference and the plans take most of the time, and are the same in every layout.
+    inputs = [tokens(count, SHAPE.hidden) for count in COUNTS]
+    wanted = np.split(reference(np.concatenate(inputs), comm.size), np.cumsum(COUNTS)[:-1])
+    say("reference")
     variants: tuple[Variant, ...] = ("fuse", "weave")
-    for symmetric, shift in ((False, 0), (True, 0), (True, SHIFT)):
-        for variant in variants:
-            check(Built(SHAPE, variant, folder / f"{variant}{symmetric}{shift}", comm, symmetric=symmetric), shift)
-    if comm.rank == 0:
-        print(f"{comm.size} ranks agree", flush=True)
+    for variant in variants:
+        save_engine(Built(SHAPE, variant, folder / variant, comm).plan, folder / variant, comm)
+        say(f"{variant}: built")
+        for layout in LAYOUTS:
+            check(Engine.load(folder / variant, comm), variant, layout, list(zip(inputs, wanted, strict=True)))
+            say(f"{variant}: {layout}")
+    say(f"{comm.size} ranks agree")
 
 
 if __name__ == "__main__":
