@@ -107,20 +107,25 @@ class DecoderBuild:
         return weave(network, replace(self.weave, split=self.mode == "weave"))
 
     def settings(self) -> BuilderSettings:
-        """Settings of the builder: profiles, of which the first holds all steps, with the same optima for all modes.
-
-        Its optimum is a large step, for which TensorRT picks kernels that are slow for a few rows. With
-        ``multiple_profiles`` steps of at most ``max_batch_size`` tokens have kernels of their own, where the table does
-        not split them: no half may be without rows at one optimum of its profile, and have some in a step of it.
-        """
-        options, table = self.options, self.weave.table
-        optimum = opt_num_tokens(table, options.max_num_tokens, options.max_batch_size)
-        profiles = [partial(decoder_profile, options=options, opt_num_tokens=optimum)]
-        few = min(options.max_batch_size, table.min_tokens - 1)
-        if self.multiple_profiles and 0 < few < optimum:
-            small = replace(options, max_num_tokens=few)
-            profiles.append(partial(decoder_profile, options=small, opt_num_tokens=few))
+        """Settings of the builder: profiles, with the same optima for all modes."""
+        sizes = profile_sizes(self.options, self.weave.table, multiple=self.multiple_profiles)
+        profiles = (partial(decoder_profile, options=size, opt_num_tokens=optimum) for size, optimum in sizes)
         return BuilderSettings(tuple(profiles), timing_cache=self.timing_cache, progress=self.progress)
+
+
+def profile_sizes(options: NetworkOptions, table: TuningTable, *, multiple: bool) -> list[tuple[NetworkOptions, int]]:
+    """Limits of each optimisation profile and the tokens that it is optimised for; the first holds all steps.
+
+    Its optimum is a large step, for which TensorRT picks kernels that are slow for a few rows. With ``multiple`` steps
+    of at most ``max_batch_size`` tokens have kernels of their own, where the table does not split them: no half may be
+    without rows at one optimum of its profile, and have some in a step of it.
+    """
+    optimum = opt_num_tokens(table, options.max_num_tokens, options.max_batch_size)
+    sizes = [(options, optimum)]
+    few = min(options.max_batch_size, table.min_tokens - 1)
+    if multiple and 0 < few < optimum:
+        sizes.append((replace(options, max_num_tokens=few), few))
+    return sizes
 
 
 def register_decoder_plugins(tp_size: int) -> None:

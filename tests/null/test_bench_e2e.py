@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from support import tuning
 from support.models import small
 
 from trtllm_tokenweave.batch import SequenceStep, StepLayout, step_inputs
-from trtllm_tokenweave.bench.e2e import PREFIX_INPUT, VARIANTS, E2eBench, E2eRunner, Run, Variant
+from trtllm_tokenweave.bench import e2e as e2e_module
+from trtllm_tokenweave.bench.e2e import PREFIX_INPUT, VARIANTS, E2eBench, E2eRunner, Run, Split, Variant
 from trtllm_tokenweave.bench.e2e_run import E2eArguments, check_arguments, read_bench
 from trtllm_tokenweave.builder import Ranges
 from trtllm_tokenweave.cli.app import main
@@ -48,7 +50,7 @@ def networks(variant: Variant) -> tuple[list[RecordedNetwork], Ranges]:
     made = [RecordedNetwork(), RecordedNetwork()]
     modes = {"fuse_only": "fuse", "woven": "weave", "whole": "weave"}
     for rank, network in enumerate(made):
-        result, ranges = bench(rank).build(network, variant)
+        result, (ranges,) = bench(rank).build(network, variant)
         assert result.mode == modes.get(variant, "stock")
         assert verify(network) == []
     assert verify_ranks(made) == []
@@ -126,8 +128,9 @@ class Timed(E2eRunner):
         assert self.bound is not None
         self.timed.append(self.bound)
         base = {"stock": 10.0, "fuse_only": 9.0, "whole": 8.5, "no_comm": 7.0}.get(self.bound.variant, 8.0)
-        best = 0.0 if self.bound.prefix in (None, 56) else 0.25
-        return self.slowest(base + best + self.comm.rank), 0.5
+        split = self.bound.split or Split(56, 4)
+        late = (0.0 if split.prefix == 56 else 0.25) + (0.0 if split.ctas == 4 else 0.125)
+        return self.slowest(base + late + self.comm.rank), 0.5
 
 
 def measured(job: Callable[[Timed], Any], **fields: Any) -> list[Any]:
@@ -139,15 +142,16 @@ def measured(job: Callable[[Timed], Any], **fields: Any) -> list[Any]:
 
 def test_rows_hold_the_slower_ranks_times_and_the_best_split() -> None:
     def job(runner: Timed) -> Any:
-        best, sweep = runner.tuned(TOKENS)
-        return best, sweep, runner.rows(TOKENS, best), runner.timed
+        even, best, sweep = runner.splits(TOKENS)
+        return even, best, sweep, runner.rows(TOKENS, even, best), runner.timed
 
-    first, second = measured(job, offsets=(0, 8, 16, 24, 32, 40))
+    first, second = measured(job, offsets=(0, 8, 16, 24, 32, 40), ctas=(8, 4))
     assert first == second
-    best, sweep, rows, _ = first
-    assert best == 56
-    assert [row["offset"] for row in sweep] == [0, 8, 16, 24]  # the others leave no suffix of 70 tokens
-    assert [row["woven_ms"] for row in sweep] == [9.25, 9.25, 9.0, 9.25]
+    even, best, sweep, rows, _ = first
+    assert (even, best) == (Split(40, 4), Split(56, 4))
+    # CTAs, then offsets, of which the others leave no suffix of 70 tokens.
+    assert [(row["offset"], row["ctas"]) for row in sweep] == [(0, 8), (0, 4), (0, 4), (8, 4), (16, 4), (24, 4)]
+    assert [row["woven_ms"] for row in sweep] == [9.375, 9.25, 9.25, 9.25, 9.0, 9.25]
     assert [row["mode"] for row in rows] == ["eager", "graph"]
     expected = {
         "num_tokens": TOKENS,
@@ -160,7 +164,9 @@ def test_rows_hold_the_slower_ranks_times_and_the_best_split() -> None:
         "whole_attention_tuned_ms": 9.5,
         "no_comm_ms": 8.0,
         "prefix_even": 40,
+        "ctas_even": 4,
         "prefix_tuned": 56,
+        "ctas_tuned": 4,
         "error": 0.0,
     }
     assert rows[0] == {**expected, "mode": "eager"}
@@ -177,20 +183,45 @@ def test_woven_engines_have_the_gemms_that_the_table_was_measured_with(gemm: str
 
 
 def test_engines_can_be_left_out() -> None:
-    (row, _), _ = measured(lambda runner: runner.rows(TOKENS, PREFIX), variants=("stock", "no_comm"))
+    splits = Split(40), Split(PREFIX)
+    (row, _), _ = measured(lambda runner: runner.rows(TOKENS, *splits), variants=("stock", "no_comm"))
+    assert measured(lambda runner: runner.splits(TOKENS), variants=("stock",)) == [(*splits, [])] * 2
     assert {name for name in row if name.endswith("_ms")} == {"stock_ms", "no_comm_ms", "peer_ms"}
     assert row["error"] == 0.0
 
 
 def test_a_table_says_the_split() -> None:
-    assert measured(lambda runner: runner.tuned(TOKENS), offsets=None) == [(48, [])] * 2
+    (even, tuned, sweep), _ = measured(lambda runner: runner.splits(TOKENS), offsets=None)
+    assert (even, tuned) == (Split(40, 4), Split(48))
+    assert [row["ctas"] for row in sweep] == [4, 8]
+
+
+def test_a_table_that_says_the_even_split_says_its_launch_too() -> None:
+    """A step has one graph a split: the same split with other CTAs would replay it."""
+
+    def job(runner: Timed) -> Any:
+        row = TableRow(tokens=Bucket(lo=1), mode="weave", split_offset=0, mlp=LaunchConfig(ctas=8))
+        table = runner.bench.weave.table.model_copy(update={"rows": (row,)})
+        runner.bench = replace(runner.bench, weave=replace(runner.bench.weave, table=table))
+        return runner.splits(TOKENS)
+
+    assert measured(job, offsets=None) == [(Split(40), Split(40), [])] * 2
+
+
+def test_collectives_are_launched_as_a_run_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[LaunchConfig | None] = []
+    library = SimpleNamespace(override_launch=wanted.append)
+    monkeypatch.setattr(e2e_module, "plugin_library", lambda: library)
+    for run in (Run("stock"), Run("woven", Split(40, 8)), Run("woven", Split(40))):
+        E2eRunner.override(object.__new__(E2eRunner), run)
+    assert wanted == [None, LaunchConfig(ctas=8), None]
 
 
 def test_an_engine_that_differs_from_stock_is_not_timed() -> None:
     def job(comm: CommBackend) -> str:
         runner = Timed(comm, bench(comm.rank), error=0.2 if comm.rank else 0.0)
         with pytest.raises(TokenWeaveError, match="whole_attention_even differs from stock at 70 tokens") as raised:
-            runner.rows(TOKENS, PREFIX)
+            runner.rows(TOKENS, Split(40), Split(PREFIX))
         assert not runner.timed
         return str(raised.value)
 
@@ -220,7 +251,7 @@ def test_arguments_are_checked_for_the_ranks_that_there_are(
     if size:
         for name, value in (("SIZE", size), ("RANK", "0"), ("LOCAL_RANK", "0")):
             monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    arguments = E2eArguments("smollm2-135m", 8, (1024,), None, (0,), 8)
+    arguments = E2eArguments("smollm2-135m", 8, (1024,), None, (0,), (8,))
     if refused:
         with pytest.raises(UserError, match=refused):
             check_arguments(arguments)
@@ -229,7 +260,7 @@ def test_arguments_are_checked_for_the_ranks_that_there_are(
 
 
 def test_a_table_for_other_ranks_is_good_until_ranks_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = E2eArguments("llama-3.3-70b", 8, (1024,), tmp_path / "table.json", (0,), 8)
+    arguments = E2eArguments("llama-3.3-70b", 8, (1024,), tmp_path / "table.json", (0,), (8,))
     default_table(table_key(preset("llama-3.3-70b"), 8)).save(tmp_path / "table.json")
     check_arguments(arguments)
     for name, value in (("SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
@@ -239,7 +270,7 @@ def test_a_table_for_other_ranks_is_good_until_ranks_are_known(tmp_path: Path, m
 
 
 def test_arguments_become_a_bench(tmp_path: Path) -> None:
-    arguments = E2eArguments("llama-3.3-70b", 8, (1024, 4096), None, (0, 128), 8)
+    arguments = E2eArguments("llama-3.3-70b", 8, (1024, 4096), None, (0, 128), (8, 4))
     made = read_bench(arguments, Mapping(2, 1, 2))
     assert (made.config.num_hidden_layers, made.config.vocab_size, made.weave.max_num_tokens) == (8, 8192, 4096)
     assert made.weave.table.rows[0].mlp.ctas == 8

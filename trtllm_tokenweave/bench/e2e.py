@@ -2,7 +2,7 @@
 
 One sequence is prefilled at once. All engines are built from the same weights, on all ranks with rank 0's timings. The
 split of the woven engines is an input of each step, so that one engine serves every split; its launch configurations
-are the table's.
+are the table's, or those that are tried.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import datetime as dt
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,9 +24,10 @@ from trtllm_tokenweave.batch import SequenceStep, StepLayout, step_inputs
 from trtllm_tokenweave.bench import timeline
 from trtllm_tokenweave.bench.rank_timing import METHOD, ROUNDS, RankTimer
 from trtllm_tokenweave.bench.stack import MODES, TOLERANCE, Mode, Running, close_all
-from trtllm_tokenweave.builder import BuilderSettings, Ranges, ShapeRange, build_on_all_ranks, opt_num_tokens
+from trtllm_tokenweave.builder import BuilderSettings, Plan, Ranges, ShapeRange, build_on_all_ranks
 from trtllm_tokenweave.checkpoint import RankWeights
 from trtllm_tokenweave.comm import CommBackend
+from trtllm_tokenweave.decoder import profile_sizes
 from trtllm_tokenweave.device import DeviceArray, Stream
 from trtllm_tokenweave.engine_context import Array, Binding, Bindings
 from trtllm_tokenweave.engine_runner import DeviceCachePool, is_host
@@ -40,7 +41,7 @@ from trtllm_tokenweave.passes import WeaveOptions, WeavePlan, WeaveResult, weave
 from trtllm_tokenweave.plugin_library import plugin_library
 from trtllm_tokenweave.runner import GenerationLimits
 from trtllm_tokenweave.schedule import split_point
-from trtllm_tokenweave.table import TableSource
+from trtllm_tokenweave.table import LaunchConfig, TableSource
 from trtllm_tokenweave.trt import object_model
 
 Variant = Literal["stock", "fuse_only", "woven", "whole", "no_comm"]
@@ -61,22 +62,29 @@ class E2eBench:
         weave: Options of the pass; its table has the launch configurations, and its limits are the engines'.
         tokens: Tokens of the sequences.
         offsets: Splits to try: tokens that the prefix half has more than half of them. None: the table says the split.
+        ctas: CTAs to try for the collectives of a step that is split.
         variants: Engines to build; "stock" is among them.
         seed: Of the weights and tokens.
+        max_seq_len: Longest sequence; None: all of it fits in one step.
+        multiple_profiles: See `decoder.profile_sizes`.
     """
 
     config: ModelConfig
     weave: WeaveOptions
     tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
     offsets: tuple[int, ...] | None = (0, 128, 256, 384, 512, 768, 1024)
+    ctas: tuple[int, ...] = (4, 8)
     variants: tuple[Variant, ...] = VARIANTS
     seed: int = 0
+    max_seq_len: int | None = None
+    multiple_profiles: bool = False
 
     @property
     def limits(self) -> NetworkOptions:
-        """Of the network: one sequence, all of it in one step."""
+        """Of the network."""
         most = self.weave.max_num_tokens
-        return NetworkOptions(max_batch_size=self.weave.max_batch_size, max_num_tokens=most, max_seq_len=most)
+        longest = most if self.max_seq_len is None else self.max_seq_len
+        return NetworkOptions(max_batch_size=self.weave.max_batch_size, max_num_tokens=most, max_seq_len=longest)
 
     @cached_property
     def weights(self) -> RankWeights:
@@ -85,14 +93,14 @@ class E2eBench:
         specs = weight_specs(self.config, mapping)
         return window_weights(specs, mapping, replicated(self.config, mapping), self.seed)
 
-    def build(self, network: Any, variant: Variant) -> tuple[WeaveResult, Ranges]:
-        """Fill an empty network; returns what the weave did, and the ranges of the inputs."""
+    def build(self, network: Any, variant: Variant) -> tuple[WeaveResult, tuple[Ranges, ...]]:
+        """Fill an empty network; returns what the weave did, and for each profile the ranges of the inputs."""
         options, limits = self.weave, self.limits
         build_llama(network, self.config, options.mapping, self.weights, limits, collectives=variant != "no_comm")
-        best = opt_num_tokens(options.table, limits.max_num_tokens, limits.max_batch_size)
-        ranges = decoder_profile(network, limits, best)
+        sizes = profile_sizes(limits, options.table, multiple=self.multiple_profiles)
+        profiles = tuple(decoder_profile(network, size, optimum) for size, optimum in sizes)
         if variant in ("stock", "no_comm"):
-            return WeaveResult(WeavePlan(options, (), (), None)), ranges
+            return WeaveResult(WeavePlan(options, (), (), None)), profiles
         # The tables of engines of one process have to differ: ranks and contexts find one another by them.
         # Of this kind is a table whose splits are not the engine's.
         source = TableSource(kind="capability", text="the split is an input of a step")
@@ -101,27 +109,33 @@ class E2eBench:
         gemm = options.table.gemm if options.gemm == "table" else options.gemm
         options = replace(options, table=table, split=False, gemm=gemm)
         if variant != "fuse_only":
-            most = limits.max_num_tokens
             network.add_input(PREFIX_INPUT, object_model(network).DataType.INT32, (-1,))
-            ranges[PREFIX_INPUT] = ShapeRange((1,), (max(best // 2, 1),), (most,))
+            for number, (ranges, (size, optimum)) in enumerate(zip(profiles, sizes, strict=True)):
+                # Only steps of the first profile are split.
+                prefix = optimum if number else max(optimum // 2, 1)
+                ranges[PREFIX_INPUT] = ShapeRange((1,), (prefix,), (size.max_num_tokens,))
             options = replace(options, split=True, split_attention=variant == "woven", prefix_input=PREFIX_INPUT)
-        return weave(network, options), ranges
+        return weave(network, options), profiles
 
     def even(self, num_tokens: int) -> int:
         """Tokens of the prefix half of an even split."""
         return min(split_point(num_tokens, self.weave.table.granularity, 0), num_tokens)
 
 
-def make_engine(bench: E2eBench, variant: Variant, comm: CommBackend, folder: Path, fused: int | None) -> Running:
-    """Build and load; all ranks together. ``fused``: activation memory of the fuse-only engine."""
-    found: dict[str, Ranges] = {}
+def make_plan(bench: E2eBench, variant: Variant, comm: CommBackend, folder: Path, fused: int | None) -> Plan:
+    """Build; all ranks together. ``fused``: activation memory of the fuse-only engine."""
+    found: list[Ranges] = []
 
     def make_network(network: Any) -> WeaveResult:
-        result, found["ranges"] = bench.build(network, variant)
+        result, found[:] = bench.build(network, variant)
         return result
 
+    def profile(number: int, _network: Any) -> Ranges:
+        return found[number]
+
+    count = len(profile_sizes(bench.limits, bench.weave.table, multiple=bench.multiple_profiles))
     settings = BuilderSettings(
-        (lambda _network: found["ranges"],),
+        tuple(partial(profile, number) for number in range(count)),
         timing_cache=folder / f"timing{comm.rank}.cache",
         fused_memory_bytes=fused,
     )
@@ -130,15 +144,35 @@ def make_engine(bench: E2eBench, variant: Variant, comm: CommBackend, folder: Pa
     if plan.result.mode != wanted:
         reasons = "; ".join(refusal.reason for refusal in plan.result.plan.refused)
         raise TokenWeaveError(f"{variant} became {plan.result.mode}: {reasons}")
-    return Running.of_plan(plan, comm, symmetric=wanted != "stock")
+    return plan
+
+
+def make_engine(bench: E2eBench, variant: Variant, comm: CommBackend, folder: Path, fused: int | None) -> Running:
+    """Build and load; see :func:`make_plan`."""
+    plan = make_plan(bench, variant, comm, folder, fused)
+    return Running.of_plan(plan, comm, symmetric=plan.result.mode != "stock")
+
+
+def relative_error(found: Array, expected: Array) -> float:
+    """Norm of the difference over the norm of what is expected; infinite where a value is none."""
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    return float(np.nan_to_num(error, nan=np.inf))
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a woven engine runs a step: tokens of the prefix half, and CTAs of a collective (0: as the table says)."""
+
+    prefix: int
+    ctas: int = 0
 
 
 @dataclass(frozen=True)
 class Run:
-    """One way to run a step: an engine, and for a woven one the tokens of its prefix half."""
+    """One way to run a step: an engine, and how a woven one splits."""
 
     variant: Variant
-    prefix: int | None = None
+    split: Split | None = None
 
 
 class E2eRunner(RankTimer):
@@ -191,8 +225,8 @@ class E2eRunner(RankTimer):
         """Inputs and outputs of a run's engine."""
         names = {spec.name for spec in self.engines[run.variant].context.engine.manifest.tensors}
         inputs = {name: b for name, b in self.inputs(num_tokens).items() if name in names}
-        if run.prefix is not None:
-            inputs[PREFIX_INPUT] = Binding(self.counts.address, (run.prefix,))
+        if run.split is not None:
+            inputs[PREFIX_INPUT] = Binding(self.counts.address, (run.split.prefix,))
         return inputs, {"logits": Binding.device(self._outputs[run.variant])}
 
     def prepare(self, run: Run, num_tokens: int, mode: Mode) -> Callable[[], None]:
@@ -202,15 +236,26 @@ class E2eRunner(RankTimer):
             TokenWeaveError: the step cannot be captured.
         """
         running, bound = self.engines[run.variant], self.bindings(run, num_tokens)
+
+        def enqueue() -> None:
+            self.override(run)
+            running.context.enqueue(self.stream)
+
         if mode == "eager":
             running.context.bind(*bound)
-            return partial(running.context.enqueue, self.stream)
+            return enqueue
+        self.override(run)
         while not running.graphs.has(*bound):
             failed = running.graphs.counters.fallback
             running.graphs.step(*bound, self.stream)
             if running.graphs.counters.fallback > failed:
                 raise TokenWeaveError(f"{run.variant}, {num_tokens} tokens: {running.graphs.counters.reason}")
         return partial(running.graphs.step, *bound, self.stream)
+
+    def override(self, run: Run) -> None:
+        """Launch the collectives of the steps that are queued from now on as a run wants."""
+        ctas = 0 if run.split is None else run.split.ctas
+        plugin_library().override_launch(LaunchConfig(ctas=ctas) if ctas else None)
 
     def prepare_all(self, run: Run, num_tokens: int, mode: Mode) -> Callable[[], None]:
         """:meth:`prepare` on all ranks; where one cannot, all raise its error."""
@@ -235,8 +280,7 @@ class E2eRunner(RankTimer):
         for name, run in runs.items():
             if run.variant in ("stock", "no_comm"):
                 continue
-            difference = np.linalg.norm(self.logits(run, num_tokens, mode) - stock) / np.linalg.norm(stock)
-            errors[name] = self.slowest(float(np.nan_to_num(difference, nan=np.inf)))
+            errors[name] = self.slowest(relative_error(self.logits(run, num_tokens, mode), stock))
             if errors[name] > TOLERANCE:
                 what = f"{name} differs from stock at {num_tokens} tokens ({mode}): {errors[name]:.3g}"
                 raise TokenWeaveError(what)
@@ -247,24 +291,34 @@ class E2eRunner(RankTimer):
         makers = {name: partial(self.prepare_all, run, num_tokens, mode) for name, run in runs.items()}
         return {name: gpu for name, (gpu, _) in self.time_steps(makers, num_tokens, rounds).items()}
 
-    def sweep(self, num_tokens: int, offsets: Sequence[int]) -> tuple[int, list[dict[str, Any]]]:
-        """The fastest split, and the milliseconds of each offset (eager)."""
+    def sweep(self, num_tokens: int, splits: Sequence[Split]) -> tuple[Split, list[dict[str, Any]]]:
+        """The fastest of some splits, and the milliseconds of each (eager)."""
+        runs = {str(index): Run("woven", split) for index, split in enumerate(splits)}
+        times = list(self.time_runs(runs, num_tokens, "eager", SWEEP_ROUNDS).values())
         even = self.bench.even(num_tokens)
-        usable = [offset for offset in offsets if even + offset < num_tokens]
-        runs = {str(offset): Run("woven", even + offset) for offset in usable}
-        times = self.time_runs(runs, num_tokens, "eager", SWEEP_ROUNDS)
-        rows = [{"num_tokens": num_tokens, "offset": n, "woven_ms": times[str(n)]} for n in usable]
-        return even + min(usable, key=lambda offset: times[str(offset)], default=0), rows
+        rows = [
+            {"num_tokens": num_tokens, "offset": split.prefix - even, "ctas": split.ctas, "woven_ms": time}
+            for split, time in zip(splits, times, strict=True)
+        ]
+        return splits[times.index(min(times))], rows
 
-    def tuned(self, num_tokens: int) -> tuple[int, list[dict[str, Any]]]:
-        """Tokens of the prefix half of the best split, and the sweep that found it."""
-        if self.bench.offsets is None or "woven" not in self.bench.variants:
-            return self.bench.weave.table.lookup(1, num_tokens).split, []
-        return self.sweep(num_tokens, self.bench.offsets)
+    def splits(self, num_tokens: int) -> tuple[Split, Split, list[dict[str, Any]]]:
+        """The even split, the best one, and the sweep that found them: CTAs for the even one, then offsets."""
+        even, offsets = self.bench.even(num_tokens), self.bench.offsets
+        tuned = Split(self.bench.weave.table.lookup(1, num_tokens).split)
+        if "woven" not in self.bench.variants:
+            return Split(even), tuned, []
+        if offsets is None and tuned.prefix == even:
+            return tuned, tuned, []  # a step has one graph a split
+        half, rows = self.sweep(num_tokens, [Split(even, ctas) for ctas in self.bench.ctas])
+        if offsets is None:
+            return half, tuned, rows
+        others = [Split(even + offset, half.ctas) for offset in offsets if offset and even + offset < num_tokens]
+        best, more = self.sweep(num_tokens, [half, *others])
+        return half, best, rows + more
 
-    def runs(self, num_tokens: int, tuned: int) -> dict[str, Run]:
+    def runs(self, even: Split, tuned: Split) -> dict[str, Run]:
         """The columns of a row."""
-        even = self.bench.even(num_tokens)
         every = {
             "stock": Run("stock"),
             "fuse_only": Run("fuse_only"),
@@ -276,25 +330,26 @@ class E2eRunner(RankTimer):
         }
         return {name: run for name, run in every.items() if run.variant in self.bench.variants}
 
-    def rows(self, num_tokens: int, tuned: int) -> list[dict[str, Any]]:
+    def rows(self, num_tokens: int, even: Split, tuned: Split) -> list[dict[str, Any]]:
         """The rows of one token count, one a mode."""
-        runs, out = self.runs(num_tokens, tuned), []
+        runs, out = self.runs(even, tuned), []
         for mode in MODES:
             self.say(f"{num_tokens} tokens, {mode}")
             errors = self.verify(runs, num_tokens, mode)
             times = self.time_runs(runs, num_tokens, mode)
             row: dict[str, Any] = {"num_tokens": num_tokens, "mode": mode, "peer_ms": None}
             row |= {f"{name}_ms": milliseconds for name, milliseconds in times.items()}
-            row |= {"prefix_even": self.bench.even(num_tokens), "prefix_tuned": tuned}
+            for name, split in (("even", even), ("tuned", tuned)):
+                row |= {f"prefix_{name}": split.prefix, f"ctas_{name}": split.ctas}
             out.append(row | {"error": round(max(errors.values(), default=0.0), 5)})
             self.say(json.dumps(out[-1]))
         return out
 
-    def timelines(self, num_tokens: int, tuned: int) -> dict[str, Any]:
+    def timelines(self, num_tokens: int, even: Split, tuned: Split) -> dict[str, Any]:
         """One eager step's kernels on this rank: figures of every column, and the kernels of stock and tuned split."""
         found = {}
         on_all_ranks(self.comm, "starting the profiler", timeline.start_profiler)
-        for name, run in self.runs(num_tokens, tuned).items():
+        for name, run in self.runs(even, tuned).items():
             step = self.prepare_all(run, num_tokens, "eager")
 
             def once(step: Callable[[], None] = step) -> None:
@@ -320,15 +375,21 @@ def measure_e2e(bench: E2eBench, comm: CommBackend, cache: Path | None = None) -
     Raises:
         TokenWeaveError: on all ranks, where an engine cannot be built or does not compute what stock does.
     """
-    with tempfile.TemporaryDirectory() as folder, closing(E2eRunner(bench, comm, cache or Path(folder))) as runner:
+    with ExitStack() as stack:
+        folder = cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.callback(plugin_library().override_launch, None)
+        runner = stack.enter_context(closing(E2eRunner(bench, comm, folder)))
         plugin_library().reset_counters()
-        rows, sweep, best = [], [], {}
+        rows: list[dict[str, Any]] = []
+        sweep: list[dict[str, Any]] = []
+        best: dict[int, tuple[Split, Split]] = {}
         for tokens in bench.tokens:
-            best[tokens], tried = runner.tuned(tokens)
+            even, tuned, tried = runner.splits(tokens)
+            best[tokens] = even, tuned
             sweep += tried
-            rows += runner.rows(tokens, best[tokens])
+            rows += runner.rows(tokens, even, tuned)
         nearest = min(bench.tokens, key=lambda tokens: abs(tokens - 4096))
-        traced = runner.timelines(nearest, best[nearest])
+        traced = runner.timelines(nearest, *best[nearest])
         engines = runner.engines
     config = bench.config
     return {

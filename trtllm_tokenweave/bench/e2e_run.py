@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtllm_tokenweave.bench.e2e import VARIANTS, E2eBench, measure_e2e
-from trtllm_tokenweave.comm import MpiComm
-from trtllm_tokenweave.config import read_environment
+from trtllm_tokenweave.bench.e2e import VARIANTS, E2eBench, Variant, measure_e2e
+from trtllm_tokenweave.comm import CommBackend, MpiComm
+from trtllm_tokenweave.config import Launcher, read_environment
 from trtllm_tokenweave.decoder import check_attention, check_table, register_decoder_plugins
-from trtllm_tokenweave.device import current_gpu, use_device
+from trtllm_tokenweave.device import Gpu, current_gpu, use_device
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.mapping import Mapping
-from trtllm_tokenweave.model_config import preset
+from trtllm_tokenweave.model_config import ModelConfig, preset
 from trtllm_tokenweave.passes import WeaveOptions
 from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow, TuningTable, load_table
 from trtllm_tokenweave.waves import default_table
@@ -24,7 +24,7 @@ VOCABULARY = 8192
 
 @dataclass(frozen=True)
 class E2eArguments:
-    """The command's options; ``table`` None: splits are tried at ``offsets``, with ``ctas`` CTAs a collective.
+    """The command's options; ``table`` None: splits are tried at ``offsets``. ``ctas``: tried for the even split.
 
     ``timing_cache`` is a folder of TensorRT's timings that is kept, or None.
     """
@@ -34,7 +34,7 @@ class E2eArguments:
     tokens: tuple[int, ...]
     table: Path | None
     offsets: tuple[int, ...]
-    ctas: int
+    ctas: tuple[int, ...]
     engines: tuple[str, ...] = VARIANTS
     timing_cache: Path | None = None
 
@@ -45,43 +45,95 @@ def read_bench(arguments: E2eArguments, mapping: Mapping) -> E2eBench:
     Raises:
         UserError: options that do not fit.
     """
-    config = preset(arguments.preset)
-    if arguments.layers > config.num_hidden_layers:
-        raise UserError(f"{arguments.layers}, but the model has {config.num_hidden_layers}", where="--layers")
-    variants = tuple(variant for variant in VARIANTS if variant in arguments.engines)
-    if len(variants) != len(arguments.engines) or "stock" not in variants:
-        what, fix = f"{','.join(arguments.engines)} is no list with stock in it", f"choose of {','.join(VARIANTS)}"
-        raise UserError(what, where="--engines", fix=fix)
+    config, variants = read_model(arguments.preset, arguments.layers, mapping), read_engines(arguments.engines)
     most = max(arguments.tokens)
     if most > config.max_position_embeddings:
         raise UserError(f"{most} is above the model's {config.max_position_embeddings} positions", where="--tokens")
-    sizes = {"num_hidden_layers": arguments.layers, "vocab_size": min(config.vocab_size, VOCABULARY)}
-    config = config.model_copy(update=sizes)
-    config.local(mapping.tp_size)
-    check_attention(config)
-    if arguments.table is None:
-        launch = LaunchConfig(ctas=arguments.ctas)
-        row = TableRow(tokens=Bucket(lo=1), mode="weave", attention=launch, mlp=launch)
-        table: TuningTable = default_table(config, mapping.tp_size).model_copy(update={"rows": (row,)})
-        offsets: tuple[int, ...] | None = arguments.offsets
-    else:
-        table, offsets = load_table(arguments.table), None
-        check_table(table, config, mapping.tp_size, str(arguments.table))
-    return E2eBench(config, WeaveOptions(mapping, table, 1, most), arguments.tokens, offsets, variants)
+    table = read_table(arguments.table, arguments.ctas[0], config, mapping)
+    offsets = arguments.offsets if arguments.table is None else None
+    options = WeaveOptions(mapping, table, 1, most)
+    return E2eBench(config, options, arguments.tokens, offsets, arguments.ctas, variants)
 
 
-def check_arguments(arguments: E2eArguments) -> None:
-    """Refuse options that do not fit before there has to be a GPU; without mpirun, as for the table's ranks, or one.
+def read_model(name: str, layers: int, mapping: Mapping) -> ModelConfig:
+    """The first layers of a preset, with a small vocabulary.
 
     Raises:
-        UserError: as `read_bench`.
+        UserError: there is none of that name, or it has fewer layers, or cannot be run on so many ranks.
+    """
+    config = preset(name)
+    if layers > config.num_hidden_layers:
+        raise UserError(f"{layers}, but the model has {config.num_hidden_layers}", where="--layers")
+    config = config.model_copy(update={"num_hidden_layers": layers, "vocab_size": min(config.vocab_size, VOCABULARY)})
+    config.local(mapping.tp_size)
+    check_attention(config)
+    return config
+
+
+def read_engines(names: tuple[str, ...]) -> tuple[Variant, ...]:
+    """The engines to build, in order.
+
+    Raises:
+        UserError: one is unknown or named twice, or the stock engine is not among them.
+    """
+    variants = tuple(variant for variant in VARIANTS if variant in names)
+    if len(variants) != len(names) or "stock" not in variants:
+        what, fix = f"{','.join(names)} is no list with stock in it", f"choose of {','.join(VARIANTS)}"
+        raise UserError(what, where="--engines", fix=fix)
+    return variants
+
+
+def read_table(file: Path | None, ctas: int, config: ModelConfig, mapping: Mapping) -> TuningTable:
+    """The table in a file, else the default rule with so many CTAs a collective.
+
+    Raises:
+        UserError: the file cannot be read, or is for another model or number of ranks.
+    """
+    if file is None:
+        launch = LaunchConfig(ctas=ctas)
+        row = TableRow(tokens=Bucket(lo=1), mode="weave", attention=launch, mlp=launch)
+        return default_table(config, mapping.tp_size).model_copy(update={"rows": (row,)})
+    table = load_table(file)
+    check_table(table, config, mapping.tp_size, str(file))
+    return table
+
+
+def expected_mapping(table: Path | None) -> Mapping:
+    """What options are checked with before there has to be a GPU: mpirun's ranks, else the table's, or one.
+
+    Raises:
+        UserError: the table cannot be read.
     """
     launcher = read_environment().launcher
     if launcher is not None:
         size = launcher.size
     else:
-        size = 1 if arguments.table is None else load_table(arguments.table).key.tp_size
-    read_bench(arguments, Mapping(size, 0, size))
+        size = 1 if table is None else load_table(table).key.tp_size
+    return Mapping(size, 0, size)
+
+
+def check_arguments(arguments: E2eArguments) -> None:
+    """Refuse options that do not fit before there has to be a GPU.
+
+    Raises:
+        UserError: as `read_bench`.
+    """
+    read_bench(arguments, expected_mapping(arguments.table))
+
+
+def start_benchmark(launcher: Launcher, timing_cache: Path | None) -> tuple[CommBackend, Gpu]:
+    """Meet the other ranks, with plugins registered and the folder of timings made.
+
+    Raises:
+        UserError: there is no GPU for this rank, or no library.
+    """
+    gpu = current_gpu()
+    comm = MpiComm()
+    use_device(comm.rank)
+    register_decoder_plugins(launcher.size)
+    if timing_cache is not None:
+        timing_cache.mkdir(parents=True, exist_ok=True)
+    return comm, gpu
 
 
 def run_e2e(arguments: E2eArguments) -> dict[str, Any] | None:
@@ -94,12 +146,7 @@ def run_e2e(arguments: E2eArguments) -> dict[str, Any] | None:
 
     launcher = read_environment().needed_ranks("bench e2e")
     bench = read_bench(arguments, Mapping(launcher.size, launcher.rank, launcher.size))
-    gpu = current_gpu()
-    comm = MpiComm()
-    use_device(comm.rank)
-    register_decoder_plugins(comm.size)
-    if arguments.timing_cache is not None:
-        arguments.timing_cache.mkdir(parents=True, exist_ok=True)
+    comm, gpu = start_benchmark(launcher, arguments.timing_cache)
     document = measure_e2e(bench, comm, arguments.timing_cache)
     if comm.rank != 0:
         return None
@@ -107,6 +154,5 @@ def run_e2e(arguments: E2eArguments) -> dict[str, Any] | None:
         **origin(comm, gpu),
         "model": arguments.preset,
         "table": None if arguments.table is None else bench.weave.table.sha256,
-        "ctas": None if arguments.table is not None else arguments.ctas,
         **document,
     }

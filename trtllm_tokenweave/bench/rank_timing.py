@@ -26,17 +26,15 @@ METHOD = (
 Prepare = Callable[[], Callable[[], None]]
 
 
-class RankTimer:
-    """Times steps on one rank; all ranks make the same calls.
+class RankReporter:
+    """What the ranks of a benchmark tell the user and each other.
 
     Args:
         comm: The ranks.
-        stream: Where steps are queued.
     """
 
-    def __init__(self, comm: CommBackend, stream: Stream) -> None:
-        self.comm, self.stream, self.started = comm, stream, time.perf_counter()
-        self.events: tuple[Any, ...] = tuple(call("cudaEventCreate") for _ in range(2))
+    def __init__(self, comm: CommBackend) -> None:
+        self.comm, self.started = comm, time.perf_counter()
 
     def say(self, what: str) -> None:
         """Progress, from rank 0 to stderr."""
@@ -46,6 +44,20 @@ class RankTimer:
     def slowest(self, value: float) -> float:
         """The largest of the ranks' values."""
         return float(max(gather_json(self.comm, "bench", value)))
+
+
+class RankTimer(RankReporter):
+    """Times steps on one rank; all ranks make the same calls.
+
+    Args:
+        comm: The ranks.
+        stream: Where steps are queued.
+    """
+
+    def __init__(self, comm: CommBackend, stream: Stream) -> None:
+        super().__init__(comm)
+        self.stream = stream
+        self.events: tuple[Any, ...] = tuple(call("cudaEventCreate") for _ in range(2))
 
     def time_once(self, step: Callable[[], None]) -> tuple[float, float]:
         """Milliseconds on the GPU and on the CPU of one step, of the slower rank."""

@@ -194,7 +194,7 @@ def draw_jitter(document: Document) -> Picture:
     return _figure("Even against tuned split", draw, "Microseconds a token by tokens, even and tuned split.")
 
 
-def draw_speed_up(document: Document, mode: str) -> Picture:
+def draw_speed_up(document: Document, mode: str, words: str = "tokens of the step") -> Picture:
     """Speed-up over stock of every variant of ``mode`` by tokens; the variants are the rows' other ``*_ms`` columns."""
     rows = sorted((r for r in document["rows"] if r.get("mode", mode) == mode), key=lambda r: int(r["num_tokens"]))
     gemms = list(dict.fromkeys(r.get("gemm", "") for r in rows))
@@ -219,9 +219,25 @@ def draw_speed_up(document: Document, mode: str) -> Picture:
         counts = sorted({row["num_tokens"] for row in rows})
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(n) for n in counts])
-        _finish(axes, "tokens of the step", "speed-up over stock")
+        _finish(axes, words, "speed-up over stock")
 
     return _figure(f"Speed-up over stock, {mode}", draw, f"Speed-up over stock by tokens, {mode}.")
+
+
+def trace_pictures(document: Document) -> dict[str, Picture]:
+    """Pictures of `bench trace`, by name: speed-up of all steps, and of those that read prompts."""
+    rows = [{**row, "num_tokens": row["max_num_tokens"]} for row in document["rows"]]
+    reading = [
+        {
+            "num_tokens": row["num_tokens"],
+            **{f"{name}_ms": ms["prefill"] + ms["mixed"] for name, ms in row["kinds_ms"].items()},
+        }
+        for row in rows
+    ]
+    return {
+        f"speed_up_{name}": draw_speed_up({"rows": of}, mode, "most tokens of a step")
+        for name, mode, of in (("trace", "all steps", rows), ("reading", "steps that read prompts", reading))
+    }
 
 
 def stack_pictures(document: Document) -> dict[str, Picture]:
@@ -262,5 +278,5 @@ def pictures_of(document: Document) -> dict[str, Picture]:
     if "jitter" in document:
         return {"jitter": draw_jitter(document)}
     if "rows" in document and document["rows"] and "stock_ms" in document["rows"][0]:
-        return stack_pictures(document)
+        return trace_pictures(document) if "max_num_tokens" in document["rows"][0] else stack_pictures(document)
     return {}

@@ -171,7 +171,7 @@ def e2e(
     offsets: Annotated[str, typer.Option(help="Splits to try besides half: tokens moved to the prefix half.")] = (
         "128,256,384,512,768,1024"
     ),
-    ctas: Annotated[int, typer.Option(help="CTAs of a collective beside the other half's work.")] = 8,
+    ctas: Annotated[str, typer.Option(help="CTAs to try for a collective beside the other half's work.")] = "4,8",
     engines: Annotated[str, typer.Option(help="Engines to build and time.")] = "stock,fuse_only,woven,whole,no_comm",
     timing_cache: TimingCache = None,
     output: Output = None,
@@ -185,13 +185,14 @@ def e2e(
     from trtllm_tokenweave.table.files import table_error
 
     model_preset(preset)
-    counts, moved = numbers(tokens, "--tokens"), numbers(offsets, "--offsets")
+    counts, moved, tried = numbers(tokens, "--tokens"), numbers(offsets, "--offsets"), numbers(ctas, "--ctas")
     try:
-        LaunchConfig(ctas=ctas)
+        for count in tried:
+            LaunchConfig(ctas=count)
     except ValidationError as error:
         raise table_error(error, "bench e2e") from None
     chosen = tuple(engines.split(","))
-    arguments = E2eArguments(preset, layers, counts, table, (0, *moved), ctas, chosen, timing_cache)
+    arguments = E2eArguments(preset, layers, counts, table, (0, *moved), tried, chosen, timing_cache)
     check_arguments(arguments)
     if output is not None:
         check_target(output)
@@ -204,8 +205,74 @@ def e2e(
 
 
 @app.command()
+def trace(
+    preset: Annotated[str, typer.Option(help="Model shape.")] = "llama-3.3-70b",
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="Requests; all are there at the start.")] = 60,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of lengths, and of the tokens.")] = 0,
+    chunks: Annotated[str, typer.Option(help="Most tokens of a step: prompts are read in such chunks.")] = (
+        "1024,2048,4096,8192"
+    ),
+    max_batch_size: Annotated[int, typer.Option(min=1, help="Most requests in a step.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Passes of each engine through the trace.")] = 2,
+    tail: Annotated[bool, typer.Option(help="Go on when all prompts are read, until all is generated.")] = True,
+    table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Tuning table: adds the tuned split to the even one.")
+    ] = None,
+    ctas: Annotated[int, typer.Option(help="CTAs of a collective beside the other half's work, at even splits.")] = 8,
+    min_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Least tokens of a step that is split; default: the table's.")
+    ] = None,
+    multiple_profiles: Annotated[bool, typer.Option(help="Kernels of their own for steps of few tokens.")] = False,
+    engines: Annotated[str, typer.Option(help="Engines to build and time; whole: attention not split.")] = (
+        "stock,fuse_only,woven,no_comm"
+    ),
+    timing_cache: TimingCache = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time a serving trace with ShareGPT's lengths, chunked prefill and decode mixed; under mpirun, a process a GPU."""
+    from pydantic import ValidationError
+
+    from trtllm_tokenweave.bench.trace_run import TraceArguments, check_arguments, run_trace
+    from trtllm_tokenweave.table import LaunchConfig
+    from trtllm_tokenweave.table.files import table_error
+
+    budgets, chosen = tuple(dict.fromkeys(numbers(chunks, "--chunks"))), tuple(engines.split(","))
+    try:
+        LaunchConfig(ctas=ctas)
+    except ValidationError as error:
+        raise table_error(error, "bench trace") from None
+    arguments = TraceArguments(
+        preset=preset,
+        layers=layers,
+        requests=requests,
+        seed=seed,
+        chunks=budgets,
+        max_batch_size=max_batch_size,
+        rounds=rounds,
+        tail=tail,
+        table=table,
+        ctas=ctas,
+        min_tokens=min_tokens,
+        multiple_profiles=multiple_profiles,
+        engines=chosen,
+        timing_cache=timing_cache,
+    )
+    check_arguments(arguments)
+    if output is not None:
+        check_target(output)
+    if timing_cache is not None:
+        check_folder(timing_cache)
+    _need_gpus(2)
+    document = run_trace(arguments)
+    if document is not None:
+        _finish(document, output, as_json)
+
+
+@app.command()
 def plot(
-    result: Annotated[Path, typer.Argument(help="JSON of bench kernel, stack or e2e, or of tune.")],
+    result: Annotated[Path, typer.Argument(help="JSON of bench kernel, stack, e2e or trace, or of tune.")],
     hidden: Annotated[int, typer.Option(help="Of bench kernel: hidden size to draw.")] = 8192,
     report: Annotated[Path | None, typer.Option(metavar="HTML", help="Write one page with all plots, too.")] = None,
     as_json: AsJson = False,
@@ -240,7 +307,7 @@ def _pictures(result: Path, hidden: int) -> tuple[dict[str, Any], dict[str, Pict
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=str(result)) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StopIteration) as error:
-        fix = "give the JSON of bench kernel, stack or e2e, or of tune: other results have no plot"
+        fix = "give the JSON of bench kernel, stack, e2e or trace, or of tune: other results have no plot"
         raise UserError(f"is no result with a plot: {_lack(error)}", where=str(result), fix=fix) from None
     return document, found
 
