@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from trtllm_tokenweave.c_interface import OK, LibraryError, Status
+from trtllm_tokenweave.c_interface import MESSAGE_BYTES, OK, LibraryError, Status
 from trtllm_tokenweave.libraries import load_library
 
 AUTO, PEER, MULTIMEM, SOFT_MULTICAST = -1, 0, 1, 2
 CP_ASYNC, BULK, PUSH = 0, 1, 2
+CUDA_MEMORY, NCCL_MEMORY = 0, 1
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 7}
 
 
@@ -36,6 +37,21 @@ class GroupConfig(ctypes.Structure):
         ("config_hash", c_uint64),
         ("bootstrap", c_char_p),
         ("mpi_ranks", POINTER(c_int32)),
+    )
+
+
+class GroupInfo(ctypes.Structure):
+    """TwGroupInfo."""
+
+    _fields_ = (
+        ("rank", c_int32),
+        ("size", c_int32),
+        ("local_ranks", c_int32),
+        ("max_ctas", c_int32),
+        ("fabric", c_int32),
+        ("multicast_reason", ctypes.c_char * MESSAGE_BYTES),
+        ("memory", c_int32),
+        ("memory_reason", ctypes.c_char * MESSAGE_BYTES),
     )
 
 
@@ -156,6 +172,12 @@ class Group:
     def check(self) -> None:
         """Raises the fault that a kernel reported."""
         self._call("twGroupCheck", self._group)
+
+    def info(self) -> GroupInfo:
+        """What the group is made of."""
+        info = GroupInfo()
+        self._call("twGroupGetInfo", self._group, byref(info))
+        return info
 
     def memory(self, rank: int) -> torch.Tensor:
         """The tensor memory of a rank, as bytes."""

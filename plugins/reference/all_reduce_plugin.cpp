@@ -1,9 +1,12 @@
 #include "all_reduce_plugin.h"
 
+#include <algorithm>
 #include <map>
 #include <string>
 
 #include "add_rms_norm.h"
+#include "cuda_status.h"
+#include "data_type.h"
 
 namespace tokenweave::reference {
 
@@ -27,7 +30,7 @@ const std::map<int8_t, const char*>& refused_strategies() {
   return names;
 }
 
-constexpr int8_t kLastStrategy = 8;  // NCCL_SYMMETRIC
+constexpr int8_t kLastStrategy = kNcclSymmetric;
 
 }  // namespace
 
@@ -43,7 +46,10 @@ void AllReduceFields::visit(trt::FieldVisitor& visitor, nvinfer1::TensorRTPhase 
   visitor.flag("affine", &affine);
   visitor.flag("bias", &bias);
   visitor.flag("scale", &scale);
-  if (phase == nvinfer1::TensorRTPhase::kRUNTIME) visitor.flag("has_workspace", &has_workspace);
+  if (phase == nvinfer1::TensorRTPhase::kRUNTIME) {
+    visitor.flag("has_workspace", &has_workspace);
+    visitor.int32("window_kib", &window_kib, 0, trt::kNoLimit, kOptional);
+  }
 }
 
 Status AllReduceFields::check(nvinfer1::TensorRTPhase) {
@@ -63,7 +69,9 @@ Status AllReduceFields::check(nvinfer1::TensorRTPhase) {
 }
 
 Status AllReducePlugin::start() {
-  return communicator_ != nullptr ? Status{} : Communicator::acquire(fields_.group, &communicator_);
+  if (communicator_ == nullptr) TW_RETURN_IF_ERROR(Communicator::acquire(fields_.group, &communicator_));
+  if (!fields_.symmetric() || window_ != nullptr) return {};
+  return communicator_->window(size_t{1024} * fields_.window_kib, &window_);
 }
 
 Status AllReducePlugin::check_counts(int32_t inputs, int32_t outputs) const {
@@ -103,24 +111,43 @@ bool AllReducePlugin::supportsFormatCombination(int32_t position, const PluginTe
   return descs[position].type == (workspace ? DataType::kINT64 : static_cast<DataType>(fields_.type_id));
 }
 
-void AllReducePlugin::configurePlugin(const DynamicPluginTensorDesc*, int32_t num_inputs,
+void AllReducePlugin::configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t num_inputs,
                                       const DynamicPluginTensorDesc*, int32_t num_outputs) noexcept {
   run([&]() -> Status {
     TW_RETURN_IF_ERROR(check_counts(num_inputs, num_outputs));
     fields_.has_workspace = num_inputs > num_tensors() ? 1 : 0;
+    if (!fields_.symmetric()) return {};
+    const size_t kib =
+        (elements(inputs[kTensor].max) * element_bytes(static_cast<TwDataType>(fields_.type_id)) + 1023) / 1024;
+    // TensorRT may configure a plugin for one profile after another.
+    fields_.window_kib = std::max(fields_.window_kib, static_cast<int32_t>(kib));
     return {};
   });
 }
 
-Status AllReducePlugin::add_and_normalise(const nvinfer1::Dims& dims, const void* const* rest, void* const* outputs,
-                                          cudaStream_t stream) const {
+/// `where`: where the sum lies, which is `output` or, when the plugin is fused, the window.
+Status AllReducePlugin::sum(const void* input, size_t count, void* output, const void** where,
+                            cudaStream_t stream) const {
+  const auto dtype = static_cast<TwDataType>(fields_.type_id);
+  *where = output;
+  if (!fields_.symmetric()) return communicator_->all_reduce(input, output, count, dtype, stream);
+  TW_RETURN_IF_ERROR(communicator_->sum_in_window(*window_, input, count, dtype, stream));
+  *where = window_->sum();
+  if (fields_.fused() || count == 0) return {};
+  return cuda_status(
+      cudaMemcpyAsync(output, window_->sum(), count * element_bytes(dtype), cudaMemcpyDeviceToDevice, stream),
+      "cudaMemcpyAsync");
+}
+
+Status AllReducePlugin::add_and_normalise(const nvinfer1::Dims& dims, const void* sum, const void* const* rest,
+                                          void* const* outputs, cudaStream_t stream) const {
   TW_RETURN_IF_ERROR(check_hidden(dims.d[dims.nbDims - 1]));
   AddRmsNorm call;
   call.dtype = static_cast<TwDataType>(fields_.type_id);
   call.hidden = static_cast<int32_t>(dims.d[dims.nbDims - 1]);
   call.rows = static_cast<int64_t>(elements(dims)) / call.hidden;
   call.eps = fields_.eps;
-  call.input = outputs[kStored];
+  call.input = sum;
   call.bias = fields_.bias != 0 ? *rest++ : nullptr;
   call.residual = *rest++;
   call.norm_weight = fields_.affine != 0 ? *rest : nullptr;
@@ -133,13 +160,13 @@ int32_t AllReducePlugin::enqueue(const PluginTensorDesc* input_descs, const Plug
                                  const void* const* inputs, void* const* outputs, void*, cudaStream_t stream) noexcept {
   return run([&]() -> Status {
     if (inert()) return {};
-    if (communicator_ == nullptr) return error(TW_INTERNAL, "was run without being initialised");
+    if (communicator_ == nullptr || (fields_.symmetric() && window_ == nullptr))
+      return error(TW_INTERNAL, "was run without being initialised");
     const nvinfer1::Dims& dims = input_descs[kTensor].dims;
-    void* const sum = outputs[fields_.fused() ? kStored : kSum];
-    TW_RETURN_IF_ERROR(communicator_->all_reduce(inputs[kTensor], sum, elements(dims),
-                                                 static_cast<TwDataType>(fields_.type_id), stream));
+    const void* where = nullptr;
+    TW_RETURN_IF_ERROR(sum(inputs[kTensor], elements(dims), outputs[fields_.fused() ? kStored : kSum], &where, stream));
     if (!fields_.fused()) return {};
-    return add_and_normalise(dims, inputs + 1 + fields_.has_workspace, outputs, stream);
+    return add_and_normalise(dims, where, inputs + 1 + fields_.has_workspace, outputs, stream);
   });
 }
 

@@ -10,6 +10,7 @@
 namespace tokenweave::reference {
 
 /// AllReduceFusionOp, as far as it is done here, as TensorRT-LLM 0.20 to 1.2 number it.
+inline constexpr int8_t kNcclSymmetric = 8;  // AllReduceStrategy of the same releases
 enum class FusionOp : int8_t { kNone = 0, kResidualRmsNorm = 1 };
 
 struct AllReduceFields {
@@ -27,10 +28,13 @@ struct AllReduceFields {
 
   /// Learnt by configurePlugin: an input `all_reduce_workspace` comes second, as most strategies have it. Not used.
   int8_t has_workspace = 0;
+  /// Learnt likewise: KiB of the largest tensor, where strategy is NCCL_SYMMETRIC.
+  int32_t window_kib = 0;
 
   void visit(trt::FieldVisitor& visitor, nvinfer1::TensorRTPhase phase);
   Status check(nvinfer1::TensorRTPhase phase);
 
+  bool symmetric() const { return strategy == kNcclSymmetric; }
   bool fused() const { return static_cast<FusionOp>(fusion_op) == FusionOp::kResidualRmsNorm; }
 };
 
@@ -63,10 +67,12 @@ class AllReducePlugin final : public PluginV2<AllReducePlugin, AllReduceFields> 
   int32_t num_tensors() const { return fields_.fused() ? 2 + fields_.bias + fields_.affine : 1; }
   Status check_counts(int32_t num_inputs, int32_t num_outputs) const;
   Status check_hidden(int64_t hidden) const;
-  Status add_and_normalise(const nvinfer1::Dims& dims, const void* const* rest, void* const* outputs,
+  Status sum(const void* input, size_t count, void* output, const void** where, cudaStream_t stream) const;
+  Status add_and_normalise(const nvinfer1::Dims& dims, const void* sum, const void* const* rest, void* const* outputs,
                            cudaStream_t stream) const;
 
   Communicator* communicator_ = nullptr;  // of a started plugin; the process's
+  const Window* window_ = nullptr;        // the same, where strategy is NCCL_SYMMETRIC
 };
 
 }  // namespace tokenweave::reference

@@ -5,7 +5,9 @@
 #include <memory>
 #include <string>
 
+#include "bootstrap.h"
 #include "cuda_status.h"
+#include "data_type.h"
 #include "env.h"
 
 namespace tokenweave::reference {
@@ -73,28 +75,10 @@ Status Communicator::meet() {
   if (options.address.empty() && options.size > 1) {
     TW_RETURN_IF_ERROR(exchange_address_by_mpi(options, &options.address));
   }
-  std::unique_ptr<Bootstrap> bootstrap;
-  TW_RETURN_IF_ERROR(connect_bootstrap(options, &bootstrap));
-  return start(*bootstrap);
-}
-
-Status Communicator::start(Bootstrap& bootstrap) {
-  // Everything that can fail on one rank alone comes before the call in which NCCL waits for all.
-  NcclUniqueId id{};
-  Status ready = load_nccl(&nccl_);
-  if (ready.ok() && bootstrap.rank() == 0) ready = nccl_status(nccl_, nccl_.GetUniqueId(&id), "ncclGetUniqueId");
-  TW_RETURN_IF_ERROR(agree(bootstrap, "preparing NCCL", ready));
-  std::vector<NcclUniqueId> ids;
-  TW_RETURN_IF_ERROR(tokenweave::all_gather(bootstrap, "NCCL's id", id, &ids));
-  NcclComm comm = nullptr;
-  const NcclResult result = nccl_.CommInitRank(&comm, bootstrap.size(), ids[0], bootstrap.rank());
-  const Status started = agree(bootstrap, "starting NCCL", nccl_status(nccl_, result, "ncclCommInitRank"));
-  if (started.ok()) {
-    comm_ = comm;
-  } else if (result == kNcclSuccess) {
-    (void)nccl_.CommAbort(comm);
-  }
-  return started;
+  TW_RETURN_IF_ERROR(connect_bootstrap(options, &bootstrap_));
+  // What can fail on one rank alone comes before the calls in which NCCL waits for all.
+  TW_RETURN_IF_ERROR(agree(*bootstrap_, "loading NCCL", load_nccl(&nccl_)));
+  return start_nccl(nccl_, *bootstrap_, &comm_);
 }
 
 template <typename Call>
@@ -112,6 +96,34 @@ Status Communicator::all_reduce(const void* input, void* sum, size_t count, TwDa
   if (count == 0) return {};
   return queue("ncclAllReduce",
                [&] { return nccl_.AllReduce(input, sum, count, nccl_type(dtype), kNcclSum, comm_, stream); });
+}
+
+Status Communicator::window(size_t bytes, const Window** window) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TW_RETURN_IF_ERROR(*state_);
+  for (const std::unique_ptr<Window>& known : windows_) {
+    if (known->bytes() < bytes) continue;
+    *window = known.get();
+    return {};
+  }
+  std::unique_ptr<Window> made;
+  TW_RETURN_IF_ERROR(Window::open(nccl_, comm_, *bootstrap_, bytes, &made));
+  windows_.push_back(std::move(made));
+  *window = windows_.back().get();
+  return {};
+}
+
+Status Communicator::sum_in_window(const Window& window, const void* input, size_t count, TwDataType dtype,
+                                   cudaStream_t stream) {
+  const size_t bytes = count * element_bytes(dtype);
+  if (bytes > window.bytes()) {
+    return error(TW_INTERNAL, "a tensor of " + std::to_string(bytes) + " bytes does not fit a window of " +
+                                  std::to_string(window.bytes()));
+  }
+  if (count == 0) return {};
+  TW_RETURN_IF_ERROR(
+      cuda_status(cudaMemcpyAsync(window.input(), input, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync"));
+  return all_reduce(window.input(), window.sum(), count, dtype, stream);
 }
 
 Status Communicator::all_gather(const void* input, void* gathered, size_t count, TwDataType dtype,

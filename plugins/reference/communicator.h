@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "bootstrap.h"
 #include "nccl.h"
 #include "status.h"
+#include "window.h"
 
 namespace tokenweave::reference {
 
@@ -36,6 +38,13 @@ class Communicator {
   /// since, all calls fail with it: this rank is out of step with the others.
   Status all_reduce(const void* input, void* sum, size_t count, TwDataType dtype, cudaStream_t stream);
 
+  /// Collective, outside of steps: memory for tensors of up to `bytes` in which sum_in_window reduces. There may be one
+  /// already. The process's: calls of one stream at a time use it.
+  Status window(size_t bytes, const Window** window);
+
+  /// Queues a copy of the input into a window and the sum there, by NCCL's kernels for registered memory.
+  Status sum_in_window(const Window& window, const void* input, size_t count, TwDataType dtype, cudaStream_t stream);
+
   /// Queues the copies of every rank's `count` elements to all ranks, where they lie in the order of ranks.
   Status all_gather(const void* input, void* gathered, size_t count, TwDataType dtype, cudaStream_t stream);
 
@@ -44,7 +53,6 @@ class Communicator {
 
   Status meet();
   Status find_rank(int* rank) const;
-  Status start(Bootstrap& bootstrap);
   template <typename Call>
   Status queue(const char* name, Call call);
 
@@ -53,6 +61,8 @@ class Communicator {
   std::optional<Status> state_;  // none: the ranks have not met; else OK, or the first error
   NcclTable nccl_{};
   NcclComm comm_ = nullptr;
+  std::unique_ptr<Bootstrap> bootstrap_;
+  std::vector<std::unique_ptr<Window>> windows_;
 };
 
 }  // namespace tokenweave::reference

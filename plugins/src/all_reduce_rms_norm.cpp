@@ -5,12 +5,12 @@
 #include <cstring>
 #include <string>
 
+#include "data_type.h"
+
 namespace tokenweave {
 namespace {
 
 constexpr size_t kVectorBytes = 16;
-
-size_t element_bytes(TwDataType dtype) { return dtype == TW_FLOAT ? 4 : 2; }
 
 Status check_pointer(const void* pointer, const char* name) {
   if (pointer == nullptr) return error(TW_INVALID_ARGUMENT, std::string(name) + " is null");

@@ -90,6 +90,8 @@ TwCode twGroupGetInfo(const TwGroup* group, TwGroupInfo* info, TwStatus* status)
     info->max_ctas = tokenweave::kMaxCtas;
     info->fabric = g.has_multicast() ? TW_FABRIC_MULTIMEM : TW_FABRIC_PEER;
     std::strncpy(info->multicast_reason, g.multicast_reason().c_str(), sizeof info->multicast_reason - 1);
+    info->memory = g.memory();
+    std::strncpy(info->memory_reason, g.memory_reason().c_str(), sizeof info->memory_reason - 1);
     return {};
   });
 }

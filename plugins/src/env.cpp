@@ -18,9 +18,11 @@ Environment environment() {
   Environment env{text("TOKENWEAVE_BOOTSTRAP"),
                   kDefaultTimeoutMs,
                   text("TOKENWEAVE_MULTICAST") != "0" && text("NCCL_NVLS_ENABLE") != "0",
+                  text("TOKENWEAVE_SYMMETRIC_MEMORY"),
                   -1,
                   text("IS_BUILDING") == "1",
                   text("TOKENWEAVE_TRT_LIBRARY")};
+  if (env.symmetric_memory.empty()) env.symmetric_memory = "vmm";
   if (const auto timeout = std::strtoul(text("TOKENWEAVE_TIMEOUT_MS").c_str(), nullptr, 10); timeout > 0) {
     env.timeout_ms = static_cast<uint32_t>(timeout);
   }

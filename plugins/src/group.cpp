@@ -26,6 +26,12 @@ Status validate(const TwGroupConfig& config) {
   return {};
 }
 
+Status validate(const Environment& env) {
+  if (env.symmetric_memory == "vmm" || env.symmetric_memory == "nccl") return {};
+  return error(TW_INVALID_ARGUMENT, "TOKENWEAVE_SYMMETRIC_MEMORY is '" + env.symmetric_memory +
+                                        "'. Fix: set it to vmm or nccl, or not at all");
+}
+
 template <typename T, typename Deleter, typename Allocate>
 Status allocate(size_t bytes, const char* call, Allocate allocate_bytes, std::unique_ptr<T, Deleter>* owner) {
   void* p = nullptr;
@@ -57,6 +63,7 @@ DeviceScope::~DeviceScope() {
 Status Group::create(const TwGroupConfig& requested, std::unique_ptr<Group>* group) {
   TW_RETURN_IF_ERROR(validate(requested));
   const Environment env = environment();
+  TW_RETURN_IF_ERROR(validate(env));
   TwGroupConfig config = requested;
   if (config.timeout_ms == 0) config.timeout_ms = env.timeout_ms;
   if (!env.multicast) config.allow_multicast = 0;
@@ -79,7 +86,7 @@ Status Group::create(const TwGroupConfig& requested, std::unique_ptr<Group>* gro
     TW_RETURN_IF_ERROR(connect_bootstrap(options, &made->bootstrap_));
     TW_RETURN_IF_ERROR(compare_configurations(*made->bootstrap_, config));
     TW_RETURN_IF_ERROR(agree(*made->bootstrap_, "preparing the device", made->prepare_device()));
-    TW_RETURN_IF_ERROR(made->make_symmetric_buffers(*made->bootstrap_));
+    TW_RETURN_IF_ERROR(made->make_symmetric_buffers(*made->bootstrap_, env.symmetric_memory == "nccl"));
   }
   *group = std::move(made);
   return {};
@@ -121,12 +128,15 @@ Status Group::make_loopback_buffers() {
   return cuda_status(cudaDeviceSynchronize(), "clearing symmetric memory");
 }
 
-Status Group::make_symmetric_buffers(Bootstrap& bootstrap) {
+Status Group::make_symmetric_buffers(Bootstrap& bootstrap, bool nccl_asked) {
   const DeviceScope scope(config_.device);
   driver_ = std::make_unique<DriverTable>();
   TW_RETURN_IF_ERROR(agree(bootstrap, "loading the driver", load_driver(driver_.get())));
-  const SymmetricBuffer::Options options{config_.device, buffer_bytes(), config_.allow_multicast != 0};
+  const Status nccl = load_nccl_memory(bootstrap, nccl_asked, &nccl_);
+  const SymmetricBuffer::Options options{config_.device, buffer_bytes(), config_.allow_multicast != 0,
+                                         nccl.ok() ? &nccl_ : nullptr};
   TW_RETURN_IF_ERROR(SymmetricBuffer::create(*driver_, bootstrap, options, &symmetric_));
+  if (nccl_asked) memory_reason_ = nccl.ok() ? symmetric_->nccl_reason() : nccl.message;
   multicast_reason_ = symmetric_->multicast_reason();
   for (int rank = 0; rank < config_.size; ++rank) buffers_.push_back(symmetric_->of_rank(rank));
   Status cleared = clear_buffer(buffers_[config_.rank], buffer_bytes());
@@ -137,6 +147,7 @@ Status Group::make_symmetric_buffers(Bootstrap& bootstrap) {
 Status Group::leave() {
   const DeviceScope scope(config_.device);
   const Status idle = cuda_status(cudaDeviceSynchronize(), "waiting for the device");
+  if (!idle.ok() && symmetric_ != nullptr) symmetric_->abandon();
   if (bootstrap_ != nullptr) TW_RETURN_IF_ERROR(agree(*bootstrap_, "leaving the group", idle));
   return idle;
 }

@@ -53,6 +53,8 @@ class Group {
   int device() const { return config_.device; }
   bool has_multicast() const { return multicast() != nullptr; }
   const std::string& multicast_reason() const { return multicast_reason_; }
+  TwMemory memory() const { return symmetric_ && symmetric_->is_nccl() ? TW_MEMORY_NCCL : TW_MEMORY_CUDA; }
+  const std::string& memory_reason() const { return memory_reason_; }
   const DeviceLimits& limits() const { return limits_; }
 
   /// Every rank's buffer: the signal pad, the mailbox, tensor memory, staging memory.
@@ -70,12 +72,13 @@ class Group {
   explicit Group(const TwGroupConfig& config) : config_(config) {}
   Status prepare_device();
   Status make_loopback_buffers();
-  Status make_symmetric_buffers(Bootstrap& bootstrap);
+  Status make_symmetric_buffers(Bootstrap& bootstrap, bool nccl_asked);
   size_t buffer_bytes() const { return staging_offset() + config_.staging_bytes; }
 
   TwGroupConfig config_;  // with the defaults filled in; its pointers are not used after create()
   std::unique_ptr<Bootstrap> bootstrap_;
   std::unique_ptr<DriverTable> driver_;
+  NcclTable nccl_{};
   DeviceLimits limits_;
   std::unique_ptr<FaultRecord, HostFree> fault_;
   std::unique_ptr<uint32_t, DeviceFree> fault_flag_;
@@ -83,6 +86,7 @@ class Group {
   std::unique_ptr<SymmetricBuffer> symmetric_;
   std::vector<uint8_t*> buffers_;
   std::string multicast_reason_;
+  std::string memory_reason_;
 };
 
 /// Compares what the ranks were given; TW_RANKS_DISAGREE with the first difference, the same text on every rank.

@@ -63,6 +63,14 @@ Status SymmetricBuffer::create(const DriverTable& driver, Bootstrap& bootstrap, 
       made->multicast_reason_ = "the device or driver of rank " + std::to_string(rank) + " has no multicast";
     }
   }
+  if (options.nccl != nullptr) {
+    const Status owned = made->create_by_nccl(*options.nccl, bootstrap, round_up(options.bytes, granularity));
+    if (owned.ok()) {
+      *buffer = std::move(made);
+      return {};
+    }
+    made->nccl_reason_ = owned.message;
+  }
   if (made->multicast_reason_.empty()) {
     const Status size = Multicast::granularity(driver, bootstrap, options.bytes, &granularity);
     if (!size.ok()) made->multicast_reason_ = size.message;
@@ -95,6 +103,15 @@ Status SymmetricBuffer::create(const DriverTable& driver, Bootstrap& bootstrap, 
     if (!multicast.ok()) made->multicast_reason_ = multicast.message;
   }
   *buffer = std::move(made);
+  return {};
+}
+
+Status SymmetricBuffer::create_by_nccl(const NcclTable& nccl, Bootstrap& bootstrap, size_t bytes) {
+  TW_RETURN_IF_ERROR(NcclMemory::create(nccl, bootstrap, bytes, &nccl_));
+  if (multicast_reason_.empty()) {
+    const Status multicast = nccl_->set_up_multicast(bootstrap);
+    if (!multicast.ok()) multicast_reason_ = multicast.message;
+  }
   return {};
 }
 

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <set>
 
+#include "data_type.h"
+
 namespace tokenweave::trt {
 namespace {
 
@@ -82,7 +84,7 @@ Status AllReduceRmsNormFields::check_hidden(int64_t value) const {
 }
 
 uint64_t AllReduceRmsNormFields::staging_bytes() const {
-  return uint64_t(max_rows) * hidden * element_bytes() * (gather_residual != 0 ? 2 : 1);
+  return uint64_t(max_rows) * hidden * element_bytes(dtype()) * (gather_residual != 0 ? 2 : 1);
 }
 
 uint64_t AllReduceRmsNormFields::engine_hash() const {

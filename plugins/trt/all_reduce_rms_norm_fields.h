@@ -39,7 +39,6 @@ struct AllReduceRmsNormFields {
 
   int32_t tp_size() const { return static_cast<int32_t>(group.size()); }
   TwDataType dtype() const { return static_cast<TwDataType>(type_id); }
-  size_t element_bytes() const { return type_id == TW_FLOAT ? 4 : 2; }
 
   /// What a hidden size has to be: the kernel's limits, and the table's.
   Status check_hidden(int64_t value) const;

@@ -52,6 +52,9 @@ Status RankGroup::create(const Options& options, std::unique_ptr<RankGroup>* gro
   made->has_multimem_ = info.fabric == TW_FABRIC_MULTIMEM;
   made->multicast_reason_ = info.multicast_reason;
   if (!made->has_multimem_) log(Severity::kINFO, "no NVSwitch multicast: " + made->multicast_reason_);
+  if (info.memory_reason[0] != '\0') {
+    log(Severity::kWARNING, std::string("symmetric memory is not NCCL's: ") + info.memory_reason);
+  }
   void* memory = nullptr;
   if (twGroupTensorMemory(created, options.rank, &memory, &made->tensor_bytes_, &status) != TW_OK) return from(status);
   made->tensor_memory_ = static_cast<uint8_t*>(memory);

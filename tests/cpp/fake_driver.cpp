@@ -182,6 +182,8 @@ void fake_reset(const FakeFailure& failure) {
 
 void fake_be_rank(int rank) { this_rank = rank; }
 
+int fake_rank() { return this_rank; }
+
 void fake_set_attribute(CUdevice_attribute attribute, int value) {
   const std::lock_guard<std::mutex> lock(mutex);
   state.attributes[attribute] = value;

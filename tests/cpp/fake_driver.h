@@ -29,6 +29,7 @@ struct FakeLive {
 void fake_reset(const FakeFailure& failure = {});
 /// Which rank the calling thread is.
 void fake_be_rank(int rank);
+int fake_rank();
 /// Attributes that all devices report.
 void fake_set_attribute(CUdevice_attribute attribute, int value);
 

@@ -41,6 +41,14 @@ TEST(Api, RefusesBadConfigurations) {
   EXPECT_EQ(twGroupCreate(&bad, nullptr, nullptr), TW_INVALID_ARGUMENT);
 }
 
+TEST(Api, RefusesAnOwnerOfMemoryThatItDoesNotKnow) {
+  const TwGroupConfig good = config();
+  setenv("TOKENWEAVE_SYMMETRIC_MEMORY", "NCCL", 1);
+  EXPECT_EQ(creation_error(&good, TW_INVALID_ARGUMENT),
+            "TOKENWEAVE_SYMMETRIC_MEMORY is 'NCCL'. Fix: set it to vmm or nccl, or not at all");
+  unsetenv("TOKENWEAVE_SYMMETRIC_MEMORY");
+}
+
 TEST(Api, RefusesNullGroups) {
   TwStatus status{};
   TwGroupInfo info{};

@@ -175,13 +175,16 @@ TEST(CompareConfigurations, NamesTheFieldAndTheRankOnEveryRank) {
 }
 
 TEST(Environment, ReadsItsVariables) {
-  for (const char* name :
-       {"TOKENWEAVE_BOOTSTRAP", "TOKENWEAVE_TIMEOUT_MS", "TOKENWEAVE_MULTICAST", "NCCL_NVLS_ENABLE"}) {
+  for (const char* name : {"TOKENWEAVE_BOOTSTRAP", "TOKENWEAVE_TIMEOUT_MS", "TOKENWEAVE_MULTICAST", "NCCL_NVLS_ENABLE",
+                           "TOKENWEAVE_SYMMETRIC_MEMORY"}) {
     unsetenv(name);
   }
   EXPECT_EQ(environment().bootstrap, "");
   EXPECT_EQ(environment().timeout_ms, 30000u);
   EXPECT_TRUE(environment().multicast);
+  EXPECT_EQ(environment().symmetric_memory, "vmm");
+  setenv("TOKENWEAVE_SYMMETRIC_MEMORY", "nccl", 1);
+  EXPECT_EQ(environment().symmetric_memory, "nccl");
   setenv("TOKENWEAVE_BOOTSTRAP", "@x", 1);
   setenv("TOKENWEAVE_TIMEOUT_MS", "70", 1);
   EXPECT_EQ(environment().bootstrap, "@x");
@@ -193,7 +196,10 @@ TEST(Environment, ReadsItsVariables) {
   unsetenv("NCCL_NVLS_ENABLE");
   setenv("TOKENWEAVE_MULTICAST", "0", 1);
   EXPECT_FALSE(environment().multicast);
-  for (const char* name : {"TOKENWEAVE_BOOTSTRAP", "TOKENWEAVE_TIMEOUT_MS", "TOKENWEAVE_MULTICAST"}) unsetenv(name);
+  for (const char* name :
+       {"TOKENWEAVE_BOOTSTRAP", "TOKENWEAVE_TIMEOUT_MS", "TOKENWEAVE_MULTICAST", "TOKENWEAVE_SYMMETRIC_MEMORY"}) {
+    unsetenv(name);
+  }
 }
 
 }  // namespace

@@ -1,48 +1,11 @@
 #include <gtest/gtest.h>
 
-#include <optional>
-
 #include "fake_driver.h"
 #include "ranks.h"
-#include "symmetric_buffer.h"
+#include "symmetric_buffers.h"
 
 namespace tokenweave::test {
 namespace {
-
-struct Outcome {
-  Status status;
-  std::unique_ptr<SymmetricBuffer> buffer;
-};
-
-/// Sets a buffer up on `size` ranks over the driver.
-std::vector<Outcome> create(int size, const DriverTable& driver = fake_driver(), bool allow_multicast = true) {
-  std::vector<Outcome> outcomes(size);
-  const std::string address = fresh_address();
-  run_threads(size, [&](int rank) {
-    fake_be_rank(rank);
-    BootstrapOptions options;
-    options.rank = rank;
-    options.size = size;
-    options.timeout = std::chrono::seconds(10);
-    options.address = address;
-    std::unique_ptr<Bootstrap> bootstrap;
-    Outcome& outcome = outcomes[rank];
-    outcome.status = connect_bootstrap(options, &bootstrap);
-    if (outcome.status.ok()) {
-      outcome.status = SymmetricBuffer::create(driver, *bootstrap, {rank, 5 << 20, allow_multicast}, &outcome.buffer);
-    }
-  });
-  return outcomes;
-}
-
-void expect_peers(const std::vector<Outcome>& outcomes) {
-  for (const Outcome& outcome : outcomes) {
-    ASSERT_TRUE(outcome.status.ok()) << outcome.status.message;
-    for (size_t rank = 0; rank < outcomes.size(); ++rank) {
-      EXPECT_EQ(fake_owner_of(outcome.buffer->of_rank(static_cast<int>(rank))), static_cast<int>(rank));
-    }
-  }
-}
 
 void expect_fallback(const std::vector<Outcome>& outcomes, const std::string& reason) {
   expect_peers(outcomes);
@@ -57,7 +20,7 @@ TEST(SymmetricBuffer, MapsEveryRankAndMulticastAndLeavesNothing) {
   for (const int size : {2, 4, 8}) {
     fake_reset();
     const int files = open_files();
-    auto outcomes = create(size);
+    auto outcomes = create_buffers(size);
     expect_peers(outcomes);
     for (const Outcome& outcome : outcomes) {
       EXPECT_EQ(fake_owner_of(outcome.buffer->multicast()), 100) << outcome.buffer->multicast_reason();
@@ -95,7 +58,7 @@ TEST(SymmetricBuffer, AnyFailingPeerCallIsOneErrorOnEveryRankAndLeavesNothing) {
       SCOPED_TRACE(std::string(failing.call) + " " + std::to_string(failing.nth) + " on rank " + std::to_string(rank));
       fake_reset({rank, failing.call, failing.nth});
       const int files = open_files();
-      const auto outcomes = create(2);
+      const auto outcomes = create_buffers(2);
       for (const Outcome& outcome : outcomes) {
         EXPECT_EQ(outcome.status.code, TW_OUT_OF_MEMORY);
         EXPECT_EQ(outcome.status.message, outcomes[0].status.message);
@@ -137,7 +100,7 @@ TEST(SymmetricBuffer, AnyFailingMulticastCallFallsBackToPeersOnEveryRank) {
     SCOPED_TRACE(std::string(failing.call) + " on rank " + std::to_string(failing.rank));
     fake_reset({failing.rank, failing.call, failing.nth, CUDA_ERROR_NOT_SUPPORTED});
     const int files = open_files();
-    auto outcomes = create(2);
+    auto outcomes = create_buffers(2);
     expect_fallback(outcomes, "rank " + std::to_string(failing.rank) + ": " + failing.call + " failed");
     EXPECT_EQ(fake_live().bindings, 0);
     EXPECT_EQ(fake_live().mappings, 4);
@@ -149,21 +112,21 @@ TEST(SymmetricBuffer, AnyFailingMulticastCallFallsBackToPeersOnEveryRank) {
 
 TEST(SymmetricBuffer, NeverTouchesMulticastWhereItIsNotAllowedOrNotThere) {
   fake_reset();
-  expect_fallback(create(2, fake_driver(), /*allow_multicast=*/false), "not allowed");
+  expect_fallback(create_buffers(2, fake_driver(), /*allow_multicast=*/false), "not allowed");
   EXPECT_EQ(fake_calls(0, "cuMulticastCreate"), 0);
 
   DriverTable old = fake_driver();
   old.MulticastBindMem = nullptr;
   fake_reset();
-  expect_fallback(create(2, old), "rank 0 has no multicast");
+  expect_fallback(create_buffers(2, old), "rank 0 has no multicast");
 
   fake_reset();
   fake_set_attribute(CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED, 0);
-  expect_fallback(create(2), "rank 0 has no multicast");
+  expect_fallback(create_buffers(2), "rank 0 has no multicast");
 
   // A driver that does not know the attribute: a missing extra, not an error.
   fake_reset({1, "cuDeviceGetAttribute", 3, CUDA_ERROR_INVALID_VALUE});
-  expect_fallback(create(2), "rank 1 has no multicast");
+  expect_fallback(create_buffers(2), "rank 1 has no multicast");
 }
 
 TEST(SymmetricBuffer, RefusesDevicesThatCannotShare) {
@@ -171,7 +134,7 @@ TEST(SymmetricBuffer, RefusesDevicesThatCannotShare) {
                                CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED}) {
     fake_reset();
     fake_set_attribute(attribute, 0);
-    for (const Outcome& outcome : create(2)) EXPECT_EQ(outcome.status.code, TW_UNSUPPORTED);
+    for (const Outcome& outcome : create_buffers(2)) EXPECT_EQ(outcome.status.code, TW_UNSUPPORTED);
     EXPECT_EQ(fake_live(), FakeLive{});
   }
 }

@@ -8,25 +8,42 @@ import random
 import signal
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from gpu.oracle import Problem, Shape, exact_problem, random_problem
 from gpu.runs import Variant, launch, place, run_and_check
-from trtllm_tokenweave.bench.processes import run_ranks
+from trtllm_tokenweave.bench.processes import Body, run_ranks
 from trtllm_tokenweave.c_interface import RANKS_DISAGREE, TIMEOUT, LibraryError
-from trtllm_tokenweave.native import AUTO, BULK, CP_ASYNC, PUSH, SOFT_MULTICAST, Group
+from trtllm_tokenweave.native import AUTO, BULK, CP_ASYNC, CUDA_MEMORY, NCCL_MEMORY, PUSH, SOFT_MULTICAST, Group
 
 MEGABYTE = 1 << 20
 STRESS_ITERATIONS = int(os.environ.get("TOKENWEAVE_STRESS", "100000"))
 TIMEOUT_MS = 1500
+MEMORY = "TOKENWEAVE_SYMMETRIC_MEMORY"
+needs_nccl = pytest.mark.skipif(
+    torch.cuda.nccl.version() < (2, 29, 2), reason="PyTorch has loaded an NCCL before 2.29.2 (LD_PRELOAD another)"
+)
 
 
-def make_group(rank: int, address: str, **fields: int) -> Group:
+def make_group(rank: int, address: str, *, owner: int | None = None, **fields: int) -> Group:
+    """The group; its memory has the `owner`, by default the one that the environment asks for."""
     torch.cuda.set_device(rank)
     sizes = {"tensor_bytes": 900 * MEGABYTE, "staging_bytes": 600 * MEGABYTE, "timeout_ms": 20000} | fields
-    return Group(2, rank=rank, device=rank, bootstrap=address.encode(), allow_multicast=0, **sizes)
+    group = Group(2, rank=rank, device=rank, bootstrap=address.encode(), allow_multicast=0, **sizes)
+    if owner is None:
+        owner = NCCL_MEMORY if os.environ.get(MEMORY) == "nccl" else CUDA_MEMORY
+    info = group.info()
+    assert info.memory == owner, info.memory_reason
+    return group
+
+
+def in_nccl_memory(rank: int, address: str, body: Body) -> Any:
+    """What the body returns on symmetric memory that NCCL owns."""
+    os.environ[MEMORY] = "nccl"
+    return body(rank, address)
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -144,6 +161,23 @@ def killed(rank: int, address: str, variant: Variant) -> float:
     return seconds
 
 
+def lost(rank: int, address: str) -> float:
+    """Rank 1 dies and the kernel of rank 0 takes its CUDA context along; returns the seconds that it took to leave."""
+    group = make_group(rank, address, timeout_ms=TIMEOUT_MS, trap_on_fault=1)
+    problem = exact_problem(Shape(2, 256, 4096, torch.bfloat16), torch.device("cuda", rank), 0, with_bias=False)
+    run_and_check(group, problem, Variant(), exact=True)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tensors = [place(group, rank, problem, Variant())]
+    launch(group, problem, Variant(), tensors)
+    with pytest.raises(RuntimeError):
+        torch.cuda.synchronize()
+    start = time.monotonic()
+    with pytest.raises(LibraryError):
+        group.close()
+    return time.monotonic() - start
+
+
 def disagreement(rank: int, address: str, variants: tuple[Variant, Variant], tokens: tuple[int, int]) -> float:
     group = make_group(rank, address, timeout_ms=TIMEOUT_MS)
     device = torch.device("cuda", rank)
@@ -176,9 +210,51 @@ def late(rank: int, address: str) -> None:
     group.close()
 
 
+def asked_by_one(rank: int, address: str) -> bytes:
+    """Only rank 0 asks for NCCL's memory; returns why there is none."""
+    if rank == 0:
+        os.environ[MEMORY] = "nccl"
+    group = make_group(rank, address, owner=CUDA_MEMORY)
+    problem = exact_problem(Shape(2, 64, 4096, torch.bfloat16), torch.device("cuda", rank), 0, with_bias=False)
+    run_and_check(group, problem, Variant(), exact=True)
+    reason = bytes(group.info().memory_reason)
+    group.close()
+    return reason
+
+
 def test_values() -> None:
     first, second = run_ranks(correctness)
     assert first == second, "the ranks hold different results"
+
+
+@needs_nccl
+def test_values_in_memory_of_nccl() -> None:
+    first, second = run_ranks(partial(in_nccl_memory, body=correctness))
+    assert first == second, "the ranks hold different results"
+    assert first == run_ranks(correctness)[0], "the owner of the memory changes results"
+
+
+@needs_nccl
+def test_stalled_ranks_give_no_wrong_value_in_memory_of_nccl() -> None:
+    assert run_ranks(partial(in_nccl_memory, body=stress), timeout=400) == [0, 0]
+
+
+@needs_nccl
+def test_a_killed_rank_is_a_timeout_on_the_other_in_memory_of_nccl() -> None:
+    seconds, died = run_ranks(partial(in_nccl_memory, body=partial(killed, variant=Variant(in_place=False))))
+    assert died is None
+    assert TIMEOUT_MS / 1000 * 0.9 < seconds < TIMEOUT_MS / 1000 + 1
+
+
+@needs_nccl
+def test_a_group_whose_device_is_lost_ends_in_memory_of_nccl() -> None:
+    seconds, died = run_ranks(partial(in_nccl_memory, body=lost))
+    assert died is None
+    assert seconds < 2 * TIMEOUT_MS / 1000 + 1
+
+
+def test_all_ranks_do_without_nccl_where_one_does_not_ask() -> None:
+    assert run_ranks(asked_by_one) == [b"rank 1: TOKENWEAVE_SYMMETRIC_MEMORY is not nccl", b""]
 
 
 def test_stalled_ranks_give_no_wrong_value() -> None:

@@ -48,6 +48,12 @@ typedef enum TwFabric {
   TW_FABRIC_SOFT_MULTICAST = 2,  ///< peer pointers with the rounding of multimem, for tests
 } TwFabric;
 
+/// Who allocates, maps and frees symmetric memory.
+typedef enum TwMemory {
+  TW_MEMORY_CUDA = 0,  ///< this library, by the CUDA driver
+  TW_MEMORY_NCCL = 1,  ///< NCCL
+} TwMemory;
+
 /// How a kernel moves rows: a matter of speed only.
 typedef enum TwLoader {
   TW_LOADER_AUTO = -1,     ///< the fastest that the sizes and the device allow
@@ -80,6 +86,8 @@ typedef struct TwGroupInfo {
   int32_t max_ctas;
   TwFabric fabric;                          ///< what TW_FABRIC_AUTO means here
   char multicast_reason[TW_MESSAGE_BYTES];  ///< why multimem is not used; empty when it is
+  TwMemory memory;
+  char memory_reason[TW_MESSAGE_BYTES];  ///< why it is not NCCL's though TOKENWEAVE_SYMMETRIC_MEMORY asks; else empty
 } TwGroupInfo;
 
 /// A tensor in device memory, row-major, 16-byte aligned.
@@ -134,7 +142,8 @@ TW_API const char* twVersion(void);
 TW_API TwCode twGroupCreate(const TwGroupConfig* config, TwGroup** group, TwStatus* status);
 
 /// Collective. Waits for the device and then, for at most the timeout, for the other ranks, so that no rank unmaps
-/// memory that another still reads. Always frees this rank's share; `group` null does nothing. The status is advisory.
+/// memory that another still reads. Always frees this rank's share (NCCL's memory not when the device is lost);
+/// `group` null does nothing. The status is advisory.
 TW_API TwCode twGroupDestroy(TwGroup* group, TwStatus* status);
 
 /// Any time after creation.

@@ -44,6 +44,11 @@ extern "C" {
 
 const char* ncclGetErrorString(int) { return "unhandled system error"; }
 
+int ncclGetVersion(int* version) {
+  *version = 22809;
+  return answer("ncclGetVersion");
+}
+
 int ncclGetUniqueId(UniqueId* id) {
   std::strncpy(id->internal, nccl().id.c_str(), sizeof id->internal - 1);
   return answer("ncclGetUniqueId");
@@ -74,6 +79,23 @@ int ncclCommAbort(void*) {
 int ncclCommGetAsyncError(void*, int* error) {
   *error = nccl().async_error;
   return answer("ncclCommGetAsyncError");
+}
+
+int ncclMemAlloc(void** memory, size_t bytes) {
+  write_down("allocate " + std::to_string(bytes));
+  *memory = nccl().memory;
+  return answer("ncclMemAlloc");
+}
+
+int ncclMemFree(void*) {
+  write_down("free");
+  return 0;
+}
+
+int ncclCommWindowRegister(void*, void* memory, size_t bytes, void** window, int flags) {
+  write_down("register " + std::to_string(bytes) + (flags == 1 ? "" : ", not symmetric"));
+  *window = memory;
+  return answer("ncclCommWindowRegister");
 }
 
 int ncclAllReduce(const void* input, void* output, size_t count, int type, int op, void*, cudaStream_t) {

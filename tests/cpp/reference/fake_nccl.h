@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -17,7 +18,8 @@ struct FakeNccl {
   void* output = nullptr;          ///< the same
   int communicators = 0;           ///< alive
   int destroys = 0;
-  int at_once = 0;  ///< threads that were in a collective beside another
+  uint8_t memory[1] = {};  ///< what ncclMemAlloc gives: its address
+  int at_once = 0;         ///< threads that were in a collective beside another
 };
 
 __attribute__((visibility("default"))) FakeNccl& nccl();

@@ -29,7 +29,7 @@ namespace tokenweave::test {
 namespace {
 
 constexpr const char* kName = "AllReduce";
-constexpr int kNccl = 0, kUb = 2, kAuto = 3, kOneShot = 4, kFused = 1;
+constexpr int kNccl = 0, kUb = 2, kAuto = 3, kOneShot = 4, kSymmetric = 8, kFused = 1;
 
 /// The only rank of the running test's group: communicators live as long as the process.
 int32_t own_rank = 0;
@@ -181,6 +181,55 @@ TEST_F(AllReduceTest, NormalisesWhatItStores) {
         EXPECT_EQ(norm.norm_weight, affine != 0 ? next + 16 : none);
       }
     }
+  }
+}
+
+/// A window holds [6, 64] in bfloat16, in pages of 4096 bytes.
+TEST_F(AllReduceTest, SumsInAWindowOfNccl) {
+  const PluginV2Ptr plugin = started(fields(kSymmetric), {kTensor});
+  EXPECT_EQ(nccl().calls,
+            (std::vector<std::string>{"init 1 ranks as 0 by made here", "allocate 8192", "register 8192"}));
+  ASSERT_EQ(run(plugin, {kTensor}), 0) << trt::last_error().message;
+  EXPECT_EQ(nccl().calls.back(), "sum 384 of type 9");
+  EXPECT_EQ(nccl().input, nccl().memory);
+  EXPECT_EQ(nccl().output, nccl().memory + 4096);
+  EXPECT_EQ(gpu().calls, (std::vector<std::string>{"copy 768 main", "copy 768 main"}));  // in, and out
+  ASSERT_EQ(run(plugin, {desc({0, 64})}), 0);
+  EXPECT_EQ(gpu().calls.size(), 2u);
+}
+
+TEST_F(AllReduceTest, NormalisesFromTheWindow) {
+  const Descs inputs{kTensor, kTensor, kVector};
+  const PluginV2Ptr plugin = started(fields(kSymmetric, kFused), inputs);
+  ASSERT_EQ(run(plugin, inputs), 0) << trt::last_error().message;
+  EXPECT_EQ(gpu().calls, (std::vector<std::string>{"copy 768 main"}));
+  EXPECT_EQ(asked_norms().back().input, nccl().memory + 4096);
+  EXPECT_EQ(asked_norms().back().stored, outputs_[1]);
+}
+
+TEST_F(AllReduceTest, LayersShareAWindowThatIsLargeEnough) {
+  const PluginV2Ptr one = started(fields(kSymmetric), {desc({60, 64})}), other = started(fields(kSymmetric), {kTensor});
+  EXPECT_EQ(nccl().calls,
+            (std::vector<std::string>{"init 1 ranks as 0 by made here", "allocate 16384", "register 16384"}));
+  const PluginV2Ptr larger = started(fields(kSymmetric), {desc({600, 64})});
+  EXPECT_EQ(nccl().calls.back(), "register 155648");
+  EXPECT_NE(run(one, {desc({600, 64})}), 0);
+  EXPECT_EQ(trt::last_error().message, "AllReduce: a tensor of 76800 bytes does not fit a window of 8192");
+}
+
+TEST_F(AllReduceTest, HasNoWindowWhereAStepFails) {
+  for (const auto& [function, freed] : {std::pair{"ncclMemAlloc", false}, {"ncclCommWindowRegister", true}}) {
+    ++own_rank;
+    const PluginV2Ptr built = create(kName, fields(kSymmetric));
+    configure(built, {kTensor});
+    const PluginV2Ptr loaded = load(kName, store(built));
+    nccl().failing = function;
+    EXPECT_NE(loaded->initialize(), 0);
+    EXPECT_EQ(trt::last_error().message,
+              std::string("AllReduce: rank 0: ") + function + " failed: unhandled system error (2)");
+    EXPECT_EQ(nccl().calls.back() == "free", freed);
+    EXPECT_NE(run(loaded, {kTensor}), 0);
+    EXPECT_EQ(trt::last_error().message, "AllReduce: was run without being initialised");
   }
 }
 

@@ -114,13 +114,47 @@ TEST(Communicator, QueuesTheSumsOfThreadsOneByOne) {
   EXPECT_EQ(texts[0], "401 calls, 0 at once");
 }
 
+TEST(Communicator, NoRankOpensAWindowWhereOneHasNoMemory) {
+  const std::string address = fresh_address();
+  const auto texts = run_processes(2, [&](int rank) {
+    meet(address, rank == 0 ? "0" : "1", {0, 1});
+    Communicator* communicator = nullptr;
+    if (!Communicator::acquire({0, 1}, &communicator).ok()) return std::string("no communicator");
+    nccl().calls.clear();
+    nccl().failing = rank == 1 ? "ncclMemAlloc" : "";
+    const reference::Window* window = nullptr;
+    std::string text = communicator->window(4096, &window).message;
+    for (const std::string& call : nccl().calls) text += "; " + call;
+    return text + (window == nullptr ? "" : " OPEN");
+  });
+  const std::string message = "rank 1: ncclMemAlloc failed: unhandled system error (2); allocate 8192";
+  EXPECT_EQ(texts[0], message + "; free");
+  EXPECT_EQ(texts[1], message);
+}
+
+TEST(Window, NeedsAnNcclThatHasThem) {
+  std::unique_ptr<Bootstrap> bootstrap;
+  ASSERT_TRUE(connect_bootstrap({0, 1, std::chrono::milliseconds(1000), "", {0}}, &bootstrap).ok());
+  NcclTable old{};
+  old.GetVersion = [](int* version) {
+    *version = 22602;
+    return kNcclSuccess;
+  };
+  std::unique_ptr<reference::Window> window;
+  const Status status = reference::Window::open(old, nullptr, *bootstrap, 4096, &window);
+  EXPECT_EQ(status.code, TW_UNSUPPORTED);
+  EXPECT_NE(status.message.find("strategy NCCL_SYMMETRIC needs NCCL 2.27 or later, found 22602. Fix: "),
+            std::string::npos)
+      << status.message;
+}
+
 TEST(LoadNccl, NamesWhatItTried) {
-  reference::NcclTable table{};
-  const Status status = reference::load_nccl(&table, {"libnot-there.so.2"});
+  NcclTable table{};
+  const Status status = load_nccl(&table, {"libnot-there.so.2"});
   EXPECT_EQ(status.code, TW_UNSUPPORTED);
   EXPECT_EQ(status.message.find("cannot load libnot-there.so.2: "), 0u) << status.message;
   EXPECT_NE(status.message.find("Fix: install NCCL 2"), std::string::npos) << status.message;
-  EXPECT_EQ(reference::load_nccl(&table, {"libm.so.6"}).message.find("libm.so.6 has no ncclGetErrorString. Fix: "), 0u);
+  EXPECT_EQ(load_nccl(&table, {"libm.so.6"}).message.find("libm.so.6 has no ncclGetErrorString. Fix: "), 0u);
 }
 
 }  // namespace

@@ -160,6 +160,7 @@ TwCode twGroupGetInfo(const TwGroup*, TwGroupInfo* info, TwStatus* status) {
   *info = {};
   info->fabric = gpu().fabric;
   std::strcpy(info->multicast_reason, gpu().fabric == TW_FABRIC_MULTIMEM ? "" : "switched off");
+  std::strcpy(info->memory_reason, gpu().memory_reason.c_str());
   return answer("twGroupGetInfo", status);
 }
 

@@ -27,6 +27,7 @@ struct FakeGpu {
   int compute_major = 9;
   int sm_count = 132;
   TwFabric fabric = TW_FABRIC_MULTIMEM;
+  std::string memory_reason;
   alignas(16) uint8_t tensor_memory[1024] = {};  ///< as much of it as the newest group asked for
   std::function<int64_t(int64_t)> peer_offset;   ///< of the other ranks' tensor, for this rank's; none: the same
 

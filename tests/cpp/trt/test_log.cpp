@@ -37,6 +37,16 @@ TEST_F(Log, GoesToStderrWithoutOne) {
   EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
 }
 
+TEST_F(Log, MemoryThatIsNotWhatWasAskedForIsAWarning) {
+  for (const std::string reason : {"rank 1: it is too old", ""}) {
+    testing::internal::CaptureStderr();
+    gpu().memory_reason = reason;
+    EXPECT_EQ(Start().change_shape(), 0);
+    EXPECT_EQ(testing::internal::GetCapturedStderr(),
+              reason.empty() ? "" : "[TokenWeave] symmetric memory is not NCCL's: " + reason + "\n");
+  }
+}
+
 TEST_F(Log, LeavesALoggerOfAnotherMajorVersionAlone) {
   set_fake_version(110200);
   setLoggerFinder(fake_logger_finder());
