@@ -32,6 +32,7 @@ from trtllm_tokenweave.network import Graph
 from trtllm_tokenweave.passes import WeaveOptions, verify, verify_ranks
 from trtllm_tokenweave.plugin_specs import GEMM
 from trtllm_tokenweave.recorder import RecordedNetwork
+from trtllm_tokenweave.recorder.trtllm_plugins import ALL_REDUCE, AllReduceStrategy
 from trtllm_tokenweave.runner import GenerationLimits
 from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow, TableSource, TuningTable, default_table
 from trtllm_tokenweave.waves import table_key
@@ -79,12 +80,32 @@ def logits(variant: Variant, prefix: int = PREFIX) -> list[Any]:
 def test_all_engines_but_no_comm_compute_the_same() -> None:
     out = {variant: logits(variant) for variant in VARIANTS}
     stock = out["stock"][0]
-    for variant in ("stock", "fuse_only", "woven", "whole"):
+    for variant in ("stock", "peer", "fuse_only", "woven", "whole"):
         np.testing.assert_array_equal(out[variant][0], out[variant][1])
         assert np.linalg.norm(out[variant][0] - stock) < 0.03 * np.linalg.norm(stock)
     width = out["no_comm"][0].shape[1]
     assert width == stock.shape[1] // 2  # its own columns
     assert np.linalg.norm(out["no_comm"][0] - stock[:, :width]) > 0.1 * np.linalg.norm(stock[:, :width])
+
+
+def strategies(network: RecordedNetwork) -> set[Any]:
+    return {n.fields["strategy"] for n in Graph(network).live if n.plugin_key == ALL_REDUCE}
+
+
+def test_the_peer_reduces_in_windows_of_nccl() -> None:
+    expected: dict[Variant, Any] = {"stock": AllReduceStrategy.NCCL, "peer": AllReduceStrategy.NCCL_SYMMETRIC}
+    for variant, strategy in expected.items():
+        assert [strategies(network) for network in networks(variant)[0]] == [{strategy}] * 2
+
+
+@pytest.mark.parametrize("variant", ["stock", "woven", "no_comm"])
+def test_products_are_the_gemm_plugins_where_that_is_asked_for(variant: Variant) -> None:
+    network = RecordedNetwork()
+    bench(gemm_plugin=True).build(network, variant)
+    kinds = {n.plugin_name if n.plugin_name == GEMM else n.kind for n in Graph(network).live}
+    assert GEMM in kinds
+    assert "MATRIX_MULTIPLY" not in kinds
+    assert "MATRIX_MULTIPLY" in {n.kind for n in Graph(networks(variant)[0][0]).live}
 
 
 def test_the_split_is_an_input() -> None:
@@ -127,7 +148,7 @@ class Timed(E2eRunner):
     def time_once(self, step: Callable[[], None]) -> tuple[float, float]:
         assert self.bound is not None
         self.timed.append(self.bound)
-        base = {"stock": 10.0, "fuse_only": 9.0, "whole": 8.5, "no_comm": 7.0}.get(self.bound.variant, 8.0)
+        base = {"stock": 10.0, "peer": 9.5, "fuse_only": 9.0, "whole": 8.5, "no_comm": 7.0}.get(self.bound.variant, 8.0)
         split = self.bound.split or Split(56, 4)
         late = (0.0 if split.prefix == 56 else 0.25) + (0.0 if split.ctas == 4 else 0.125)
         return self.slowest(base + late + self.comm.rank), 0.5
@@ -156,7 +177,7 @@ def test_rows_hold_the_slower_ranks_times_and_the_best_split() -> None:
     expected = {
         "num_tokens": TOKENS,
         "stock_ms": 11.0,
-        "peer_ms": None,
+        "peer_ms": 10.5,
         "fuse_only_ms": 10.0,
         "even_split_ms": 9.25,
         "tuned_split_ms": 9.0,

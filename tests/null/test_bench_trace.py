@@ -447,7 +447,7 @@ def test_arguments_become_a_bench(tmp_path: Path) -> None:
     assert not made.engines.multiple_profiles
     assert not read_bench(replace(arguments, tail=False), Mapping(2, 1, 2)).tail
     assert read_bench(replace(arguments, multiple_profiles=True), Mapping(2, 1, 2)).engines.multiple_profiles
-    assert list(made.columns()) == ["stock", "fuse_only", "even_split", "no_comm"]
+    assert list(made.columns()) == ["stock", "peer", "fuse_only", "even_split", "no_comm"]
     file = tmp_path / "table.json"
     default_table(table_key(preset("llama-3.3-70b"), 2)).save(file)
     tabled = read_bench(replace(arguments, table=file, min_tokens=512), Mapping(2, 1, 2))

@@ -44,13 +44,16 @@ from trtllm_tokenweave.schedule import split_point
 from trtllm_tokenweave.table import LaunchConfig, TableSource
 from trtllm_tokenweave.trt import object_model
 
-Variant = Literal["stock", "fuse_only", "woven", "whole", "no_comm"]
-VARIANTS: tuple[Variant, ...] = ("stock", "fuse_only", "woven", "whole", "no_comm")
+Variant = Literal["stock", "peer", "fuse_only", "woven", "whole", "no_comm"]
+VARIANTS: tuple[Variant, ...] = ("stock", "peer", "fuse_only", "woven", "whole", "no_comm")
 #: Input of the woven engines whose dimension 0 is the rows of the prefix half.
 PREFIX_INPUT = "prefix_tokens"
 #: Rounds that a split of the sweep gets.
 SWEEP_ROUNDS = 3
-NO_PEER = "no other AllReduce plugin is at hand: the reference library's is NCCL's"
+PEER = (
+    "stock with the fastest all-reduce but ours (bench kernel, from 1024 tokens on): NCCL in registered windows "
+    "(AllReduce's strategy NCCL_SYMMETRIC), into which the input is copied, then one kernel for add and norm"
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class E2eBench:
         ctas: CTAs to try for the collectives of a step that is split.
         variants: Engines to build; "stock" is among them.
         seed: Of the weights and tokens.
+        gemm_plugin: Products by the Gemm plugin, as `trtllm-build --gemm_plugin`, in all engines.
         max_seq_len: Longest sequence; None: all of it fits in one step.
         multiple_profiles: See `decoder.profile_sizes`.
     """
@@ -76,6 +80,7 @@ class E2eBench:
     ctas: tuple[int, ...] = (4, 8)
     variants: tuple[Variant, ...] = VARIANTS
     seed: int = 0
+    gemm_plugin: bool = False
     max_seq_len: int | None = None
     multiple_profiles: bool = False
 
@@ -84,7 +89,8 @@ class E2eBench:
         """Of the network."""
         most = self.weave.max_num_tokens
         longest = most if self.max_seq_len is None else self.max_seq_len
-        return NetworkOptions(max_batch_size=self.weave.max_batch_size, max_num_tokens=most, max_seq_len=longest)
+        batch = self.weave.max_batch_size
+        return NetworkOptions(batch, max_num_tokens=most, max_seq_len=longest, gemm_plugin=self.gemm_plugin)
 
     @cached_property
     def weights(self) -> RankWeights:
@@ -96,10 +102,12 @@ class E2eBench:
     def build(self, network: Any, variant: Variant) -> tuple[WeaveResult, tuple[Ranges, ...]]:
         """Fill an empty network; returns what the weave did, and for each profile the ranges of the inputs."""
         options, limits = self.weave, self.limits
+        if variant == "peer":
+            limits = replace(limits, all_reduce_strategy="NCCL_SYMMETRIC", reduce_fusion=True)
         build_llama(network, self.config, options.mapping, self.weights, limits, collectives=variant != "no_comm")
         sizes = profile_sizes(limits, options.table, multiple=self.multiple_profiles)
         profiles = tuple(decoder_profile(network, size, optimum) for size, optimum in sizes)
-        if variant in ("stock", "no_comm"):
+        if variant in ("stock", "peer", "no_comm"):
             return WeaveResult(WeavePlan(options, (), (), None)), profiles
         # The tables of engines of one process have to differ: ranks and contexts find one another by them.
         # Of this kind is a table whose splits are not the engine's.
@@ -321,6 +329,7 @@ class E2eRunner(RankTimer):
         """The columns of a row."""
         every = {
             "stock": Run("stock"),
+            "peer": Run("peer"),
             "fuse_only": Run("fuse_only"),
             "even_split": Run("woven", even),
             "tuned_split": Run("woven", tuned),
@@ -397,7 +406,8 @@ def measure_e2e(bench: E2eBench, comm: CommBackend, cache: Path | None = None) -
         f"{config.vocab_size}, tp_size {comm.size}, {config.dtype}, random weights; ms a step",
         "method": METHOD,
         "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
-        "peer": NO_PEER,
+        "peer": PEER,
+        "gemm_plugin": bench.gemm_plugin,
         "engines": {name: running.document() for name, running in engines.items()},
         "counters": plugin_library().counters(),
         "rows": rows,

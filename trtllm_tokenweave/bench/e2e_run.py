@@ -15,6 +15,8 @@ from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import ModelConfig, preset
 from trtllm_tokenweave.passes import WeaveOptions
+from trtllm_tokenweave.plugin_library import register_reference
+from trtllm_tokenweave.recorder.trtllm_plugins import GEMM
 from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow, TuningTable, load_table
 from trtllm_tokenweave.waves import default_table
 
@@ -37,6 +39,7 @@ class E2eArguments:
     ctas: tuple[int, ...]
     engines: tuple[str, ...] = VARIANTS
     timing_cache: Path | None = None
+    gemm_plugin: bool = False
 
 
 def read_bench(arguments: E2eArguments, mapping: Mapping) -> E2eBench:
@@ -52,7 +55,9 @@ def read_bench(arguments: E2eArguments, mapping: Mapping) -> E2eBench:
     table = read_table(arguments.table, arguments.ctas[0], config, mapping)
     offsets = arguments.offsets if arguments.table is None else None
     options = WeaveOptions(mapping, table, 1, most)
-    return E2eBench(config, options, arguments.tokens, offsets, arguments.ctas, variants)
+    return E2eBench(
+        config, options, arguments.tokens, offsets, arguments.ctas, variants, gemm_plugin=arguments.gemm_plugin
+    )
 
 
 def read_model(name: str, layers: int, mapping: Mapping) -> ModelConfig:
@@ -147,6 +152,8 @@ def run_e2e(arguments: E2eArguments) -> dict[str, Any] | None:
     launcher = read_environment().needed_ranks("bench e2e")
     bench = read_bench(arguments, Mapping(launcher.size, launcher.rank, launcher.size))
     comm, gpu = start_benchmark(launcher, arguments.timing_cache)
+    if arguments.gemm_plugin:
+        register_reference(GEMM[0])
     document = measure_e2e(bench, comm, arguments.timing_cache)
     if comm.rank != 0:
         return None

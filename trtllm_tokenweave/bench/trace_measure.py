@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from trtllm_tokenweave.agreement import gather_json, on_all_ranks
-from trtllm_tokenweave.bench.e2e import NO_PEER, PREFIX_INPUT, E2eBench, Variant, make_plan, relative_error
+from trtllm_tokenweave.bench.e2e import PEER, PREFIX_INPUT, E2eBench, Variant, make_plan, relative_error
 from trtllm_tokenweave.bench.rank_timing import GAP_SECONDS, RankReporter, median
 from trtllm_tokenweave.bench.stack import TOLERANCE
 from trtllm_tokenweave.bench.trace import KINDS, Schedule, Trace, TraceStep, make_schedule
@@ -108,6 +108,7 @@ class TraceBench:
         even, launch = table.model_copy(update={"rows": ()}), LaunchConfig(ctas=self.ctas)
         every = {
             "stock": Column("stock"),
+            "peer": Column("peer"),
             "fuse_only": Column("fuse_only"),
             "even_split": Column("woven", even, launch),
             "tuned_split": Column("woven", table),
@@ -351,7 +352,7 @@ def measure_trace(bench: TraceBench, comm: CommBackend, cache: Path | None = Non
         + ("" if bench.tail else " until all prompts are read"),
         "method": METHOD.format(bench.rounds),
         "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
-        "peer": NO_PEER,
+        "peer": PEER,
         "trace": bench.trace.document(),
         "limits": {name: getattr(limits, name) for name in ("max_batch_size", "max_seq_len", "num_blocks")},
         "min_tokens": bench.engines.weave.table.min_tokens,

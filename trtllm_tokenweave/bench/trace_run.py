@@ -16,7 +16,7 @@ from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.passes import WeaveOptions
 
 #: Attention that is cut in halves; left whole: "whole".
-ENGINES = ("stock", "fuse_only", "woven", "no_comm")
+ENGINES = ("stock", "peer", "fuse_only", "woven", "no_comm")
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,12 @@ def e2e(
         "128,256,384,512,768,1024"
     ),
     ctas: Annotated[str, typer.Option(help="CTAs to try for a collective beside the other half's work.")] = "4,8",
-    engines: Annotated[str, typer.Option(help="Engines to build and time.")] = "stock,fuse_only,woven,whole,no_comm",
+    engines: Annotated[str, typer.Option(help="Engines to build and time.")] = (
+        "stock,peer,fuse_only,woven,whole,no_comm"
+    ),
+    gemm_plugin: Annotated[
+        bool, typer.Option(help="Products by the Gemm plugin in all engines, as trtllm-build --gemm_plugin.")
+    ] = False,
     timing_cache: TimingCache = None,
     output: Output = None,
     as_json: AsJson = False,
@@ -192,7 +197,7 @@ def e2e(
     except ValidationError as error:
         raise table_error(error, "bench e2e") from None
     chosen = tuple(engines.split(","))
-    arguments = E2eArguments(preset, layers, counts, table, (0, *moved), tried, chosen, timing_cache)
+    arguments = E2eArguments(preset, layers, counts, table, (0, *moved), tried, chosen, timing_cache, gemm_plugin)
     check_arguments(arguments)
     if output is not None:
         check_target(output)
@@ -225,7 +230,7 @@ def trace(
     ] = None,
     multiple_profiles: Annotated[bool, typer.Option(help="Kernels of their own for steps of few tokens.")] = False,
     engines: Annotated[str, typer.Option(help="Engines to build and time; whole: attention not split.")] = (
-        "stock,fuse_only,woven,no_comm"
+        "stock,peer,fuse_only,woven,no_comm"
     ),
     timing_cache: TimingCache = None,
     output: Output = None,
