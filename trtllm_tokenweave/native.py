@@ -44,6 +44,7 @@ class GroupInfo(ctypes.Structure):
     """TwGroupInfo."""
 
     _fields_ = (
+        ("struct_bytes", c_size_t),
         ("rank", c_int32),
         ("size", c_int32),
         ("local_ranks", c_int32),
@@ -175,7 +176,7 @@ class Group:
 
     def info(self) -> GroupInfo:
         """What the group is made of."""
-        info = GroupInfo()
+        info = GroupInfo(struct_bytes=sizeof(GroupInfo))
         self._call("twGroupGetInfo", self._group, byref(info))
         return info
 

@@ -69,6 +69,9 @@ Status AllReduceFields::check(nvinfer1::TensorRTPhase) {
 }
 
 Status AllReducePlugin::start() {
+  if (fields_.symmetric() && fields_.window_kib == 0) {
+    return bad("field 'window_kib' is not in the engine, which an older library built. Fix: rebuild the engine");
+  }
   if (communicator_ == nullptr) TW_RETURN_IF_ERROR(Communicator::acquire(fields_.group, &communicator_));
   if (!fields_.symmetric() || window_ != nullptr) return {};
   return communicator_->window(size_t{1024} * fields_.window_kib, &window_);
@@ -120,7 +123,7 @@ void AllReducePlugin::configurePlugin(const DynamicPluginTensorDesc* inputs, int
     const size_t kib =
         (elements(inputs[kTensor].max) * element_bytes(static_cast<TwDataType>(fields_.type_id)) + 1023) / 1024;
     // TensorRT may configure a plugin for one profile after another.
-    fields_.window_kib = std::max(fields_.window_kib, static_cast<int32_t>(kib));
+    fields_.window_kib = std::max(fields_.window_kib, static_cast<int32_t>(std::min<size_t>(kib, trt::kNoLimit)));
     return {};
   });
 }

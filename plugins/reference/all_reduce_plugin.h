@@ -9,8 +9,10 @@
 
 namespace tokenweave::reference {
 
-/// AllReduceFusionOp, as far as it is done here, as TensorRT-LLM 0.20 to 1.2 number it.
-inline constexpr int8_t kNcclSymmetric = 8;  // AllReduceStrategy of the same releases
+/// AllReduceStrategy NCCL_SYMMETRIC, as TensorRT-LLM 0.20 to 1.2 number it.
+inline constexpr int8_t kNcclSymmetric = 8;
+
+/// AllReduceFusionOp, as far as it is done here, as the same releases number it.
 enum class FusionOp : int8_t { kNone = 0, kResidualRmsNorm = 1 };
 
 struct AllReduceFields {

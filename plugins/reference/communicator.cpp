@@ -82,20 +82,24 @@ Status Communicator::meet() {
 }
 
 template <typename Call>
-Status Communicator::queue(const char* name, Call call) {
+Status Communicator::queue(Call call) {
   const std::lock_guard<std::mutex> lock(mutex_);
   TW_RETURN_IF_ERROR(*state_);
   NcclResult since = kNcclSuccess;
   state_ = nccl_status(nccl_, nccl_.CommGetAsyncError(comm_, &since), "ncclCommGetAsyncError");
   if (state_->ok()) state_ = nccl_status(nccl_, since, "an earlier collective");
-  if (state_->ok()) state_ = nccl_status(nccl_, call(), name);
+  if (state_->ok()) state_ = call();
   return *state_;
+}
+
+Status Communicator::queue_sum(const void* input, void* sum, size_t count, TwDataType dtype, cudaStream_t stream) {
+  return nccl_status(nccl_, nccl_.AllReduce(input, sum, count, nccl_type(dtype), kNcclSum, comm_, stream),
+                     "ncclAllReduce");
 }
 
 Status Communicator::all_reduce(const void* input, void* sum, size_t count, TwDataType dtype, cudaStream_t stream) {
   if (count == 0) return {};
-  return queue("ncclAllReduce",
-               [&] { return nccl_.AllReduce(input, sum, count, nccl_type(dtype), kNcclSum, comm_, stream); });
+  return queue([&] { return queue_sum(input, sum, count, dtype, stream); });
 }
 
 Status Communicator::window(size_t bytes, const Window** window) {
@@ -107,7 +111,9 @@ Status Communicator::window(size_t bytes, const Window** window) {
     return {};
   }
   std::unique_ptr<Window> made;
-  TW_RETURN_IF_ERROR(Window::open(nccl_, comm_, *bootstrap_, bytes, &made));
+  const Status opened = Window::open(nccl_, &comm_, *bootstrap_, bytes, &made);
+  if (comm_ == nullptr) state_ = opened;
+  TW_RETURN_IF_ERROR(opened);
   windows_.push_back(std::move(made));
   *window = windows_.back().get();
   return {};
@@ -121,16 +127,20 @@ Status Communicator::sum_in_window(const Window& window, const void* input, size
                                   std::to_string(window.bytes()));
   }
   if (count == 0) return {};
-  TW_RETURN_IF_ERROR(
-      cuda_status(cudaMemcpyAsync(window.input(), input, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync"));
-  return all_reduce(window.input(), window.sum(), count, dtype, stream);
+  return queue([&]() -> Status {  // the copy as well: without it this rank would be out of step
+    TW_RETURN_IF_ERROR(cuda_status(cudaMemcpyAsync(window.input(), input, bytes, cudaMemcpyDeviceToDevice, stream),
+                                   "cudaMemcpyAsync"));
+    return queue_sum(window.input(), window.sum(), count, dtype, stream);
+  });
 }
 
 Status Communicator::all_gather(const void* input, void* gathered, size_t count, TwDataType dtype,
                                 cudaStream_t stream) {
   if (count == 0) return {};
-  return queue("ncclAllGather",
-               [&] { return nccl_.AllGather(input, gathered, count, nccl_type(dtype), comm_, stream); });
+  return queue([&] {
+    return nccl_status(nccl_, nccl_.AllGather(input, gathered, count, nccl_type(dtype), comm_, stream),
+                       "ncclAllGather");
+  });
 }
 
 }  // namespace tokenweave::reference

@@ -39,7 +39,8 @@ class Communicator {
   Status all_reduce(const void* input, void* sum, size_t count, TwDataType dtype, cudaStream_t stream);
 
   /// Collective, outside of steps: memory for tensors of up to `bytes` in which sum_in_window reduces. There may be one
-  /// already. The process's: calls of one stream at a time use it.
+  /// already. The process's: the caller sees to it that calls of one stream at a time use it, and graphs of one. Where
+  /// NCCL cannot register it, the communicator fails for good.
   Status window(size_t bytes, const Window** window);
 
   /// Queues a copy of the input into a window and the sum there, by NCCL's kernels for registered memory.
@@ -53,8 +54,11 @@ class Communicator {
 
   Status meet();
   Status find_rank(int* rank) const;
+  /// Calls `call`, which returns a Status, unless something failed before; its error is kept.
   template <typename Call>
-  Status queue(const char* name, Call call);
+  Status queue(Call call);
+  /// Inside of queue().
+  Status queue_sum(const void* input, void* sum, size_t count, TwDataType dtype, cudaStream_t stream);
 
   const std::vector<int32_t> group_;
   std::mutex mutex_;             // of all below

@@ -1,42 +1,38 @@
 #include "window.h"
 
+#include <string>
+#include <utility>
+#include <vector>
+
 namespace tokenweave::reference {
 namespace {
 
 /// Both halves begin where NCCL's widest accesses may.
 constexpr size_t kAlignment = 4096;
 
-Status check_symmetric(const NcclTable& table) {
-  if (table.MemAlloc != nullptr && table.MemFree != nullptr && table.CommWindowRegister != nullptr) return {};
-  int version = 0;
-  (void)table.GetVersion(&version);
-  return error(TW_UNSUPPORTED, "strategy NCCL_SYMMETRIC needs NCCL 2.27 or later, found " + std::to_string(version) +
-                                   ". Fix: another strategy, or a newer libnccl.so.2");
+/// NCCL takes the ranks' sizes for equal and does not ask.
+Status compare_sizes(Bootstrap& bootstrap, size_t bytes) {
+  std::vector<size_t> all;
+  TW_RETURN_IF_ERROR(all_gather(bootstrap, "comparing windows", bytes, &all));
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    if (all[rank] == all[0]) continue;
+    return error(TW_RANKS_DISAGREE, "a layer of strategy NCCL_SYMMETRIC sums up to " + std::to_string(all[0]) +
+                                        " bytes on rank 0 and " + std::to_string(all[rank]) + " on rank " +
+                                        std::to_string(rank) + ". Fix: build the engines of all ranks together");
+  }
+  return {};
 }
 
 }  // namespace
 
-Status Window::open(const NcclTable& table, NcclComm comm, Bootstrap& bootstrap, size_t bytes,
+Status Window::open(const NcclTable& table, NcclComm* comm, Bootstrap& bootstrap, size_t bytes,
                     std::unique_ptr<Window>* window) {
+  TW_RETURN_IF_ERROR(compare_sizes(bootstrap, bytes));
   std::unique_ptr<Window> made(new Window((bytes + kAlignment - 1) / kAlignment * kAlignment));
-  // What can fail on one rank alone comes before the call in which NCCL waits for all.
-  Status ready = check_symmetric(table);
-  if (ready.ok()) ready = nccl_status(table, table.MemAlloc(&made->memory_, 2 * made->bytes_), "ncclMemAlloc");
-  Status step = agree(bootstrap, "allocating NCCL's memory", ready);
-  if (step.ok()) {
-    NcclWindow registered = nullptr;
-    const NcclResult result =
-        table.CommWindowRegister(comm, made->memory_, 2 * made->bytes_, &registered, kNcclWindowCollSymmetric);
-    step = agree(bootstrap, "registering NCCL's window", nccl_status(table, result, "ncclCommWindowRegister"));
-    if (step.ok()) {
-      *window = std::move(made);
-      return {};
-    }
-    // A window that this rank has stays, and what it covers: to take it back, all ranks would have to have one.
-    if (result == kNcclSuccess) return step;
-  }
-  if (ready.ok()) (void)table.MemFree(made->memory_);
-  return step;
+  TW_RETURN_IF_ERROR(
+      RegisteredMemory::create(table, bootstrap, comm, 2 * made->bytes_, kNcclWindowCollSymmetric, &made->memory_));
+  *window = std::move(made);
+  return {};
 }
 
 }  // namespace tokenweave::reference

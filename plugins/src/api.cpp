@@ -80,10 +80,11 @@ TwCode twGroupDestroy(TwGroup* group, TwStatus* status) {
 
 TwCode twGroupGetInfo(const TwGroup* group, TwGroupInfo* info, TwStatus* status) {
   return guarded(status, [&]() -> Status {
+    TW_RETURN_IF_ERROR(check_struct(info, "info"));
     TW_RETURN_IF_ERROR(check_group(group));
-    if (info == nullptr) return error(TW_INVALID_ARGUMENT, "info is null");
     const tokenweave::Group& g = *group->group;
     *info = TwGroupInfo{};
+    info->struct_bytes = sizeof *info;
     info->rank = g.rank();
     info->size = g.size();
     info->local_ranks = g.local_ranks();

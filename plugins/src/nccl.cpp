@@ -38,11 +38,19 @@ Status load_nccl(NcclTable* table, const std::vector<std::string>& names) {
   return {};
 }
 
+Status check_windows(const NcclTable& table) {
+  if (table.MemAlloc && table.MemFree && table.CommWindowRegister && table.CommWindowDeregister) return {};
+  int version = 0;
+  TW_RETURN_IF_ERROR(nccl_status(table, table.GetVersion(&version), "ncclGetVersion"));
+  return error(TW_UNSUPPORTED, "NCCL " + version_text(version) +
+                                   " has no windows. Fix: install NCCL 2.27 or later and load it before any other");
+}
+
 Status check_nccl_memory(const NcclTable& table) {
   int version = 0;
   TW_RETURN_IF_ERROR(nccl_status(table, table.GetVersion(&version), "ncclGetVersion"));
-  if (version >= kFirstWithPeerPointers && table.MemAlloc && table.MemFree && table.CommWindowRegister &&
-      table.CommWindowDeregister && table.GetPeerDevicePointer && table.GetLsaMultimemDevicePointer) {
+  if (version >= kFirstWithPeerPointers && check_windows(table).ok() && table.GetPeerDevicePointer &&
+      table.GetLsaMultimemDevicePointer) {
     return {};
   }
   return error(TW_UNSUPPORTED, "NCCL " + version_text(version) +

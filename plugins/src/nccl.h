@@ -36,7 +36,7 @@ struct NcclTable {
   NcclResult (*CommGetAsyncError)(NcclComm, NcclResult* error);
   NcclResult (*AllReduce)(const void* input, void* output, size_t count, NcclDataType, NcclOp, NcclComm, cudaStream_t);
   NcclResult (*AllGather)(const void* input, void* output, size_t count, NcclDataType, NcclComm, cudaStream_t);
-  // Null in a library that lacks them: check_nccl_memory().
+  // Null in a library that lacks them: check_windows(), check_nccl_memory().
   NcclResult (*MemAlloc)(void** memory, size_t bytes);
   NcclResult (*MemFree)(void* memory);
   NcclResult (*CommWindowRegister)(NcclComm, void* memory, size_t bytes, NcclWindow*, NcclWindowFlags);
@@ -47,6 +47,9 @@ struct NcclTable {
 
 /// The table of the NCCL that the process has loaded, else of an installed one. TW_UNSUPPORTED says what was tried.
 Status load_nccl(NcclTable* table, const std::vector<std::string>& names = {"libnccl.so.2"});
+
+/// TW_UNSUPPORTED for an NCCL before 2.27, which registers no windows.
+Status check_windows(const NcclTable& table);
 
 /// TW_UNSUPPORTED for an NCCL that tells device code only, not the host, where the other ranks' memory is mapped.
 Status check_nccl_memory(const NcclTable& table);

@@ -13,36 +13,22 @@ Status NcclMemory::create(const NcclTable& table, Bootstrap& bootstrap, size_t b
                           std::unique_ptr<NcclMemory>* memory) {
   std::unique_ptr<NcclMemory> made(new NcclMemory(table));
   TW_RETURN_IF_ERROR(start_nccl(table, bootstrap, &made->comm_));
-  void* allocated = nullptr;
-  Status step = nccl_status(table, table.MemAlloc(&allocated, bytes), "ncclMemAlloc");
-  if (step.ok()) made->memory_ = allocated;
-  TW_RETURN_IF_ERROR(agree(bootstrap, "allocating NCCL's memory", step));
-  step = made->open_window(bytes);
-  if (!step.ok()) made->release();  // first: the other ranks may wait for this one inside of NCCL
-  TW_RETURN_IF_ERROR(agree(bootstrap, "registering NCCL's window", step));
-  step = made->find_addresses(bootstrap.rank(), bootstrap.size());
-  TW_RETURN_IF_ERROR(agree(bootstrap, "mapping NCCL's memory", step));
+  // Not NCCL_WIN_COLL_SYMMETRIC: that is for NCCL's own collectives, for which it then sets multicast up unasked.
+  TW_RETURN_IF_ERROR(
+      RegisteredMemory::create(table, bootstrap, &made->comm_, bytes, kNcclWindowDefault, &made->registered_));
+  const Status found = made->find_addresses(bootstrap.rank(), bootstrap.size());
+  TW_RETURN_IF_ERROR(agree(bootstrap, "mapping NCCL's memory", found));
   *memory = std::move(made);
   return {};
-}
-
-Status NcclMemory::open_window(size_t bytes) {
-  // Not NCCL_WIN_COLL_SYMMETRIC: that is for NCCL's own collectives, for which it then sets multicast up unasked.
-  const NcclResult result = table_.CommWindowRegister(comm_, memory_, bytes, &window_, kNcclWindowDefault);
-  TW_RETURN_IF_ERROR(nccl_status(table_, result, "ncclCommWindowRegister"));
-  if (window_ != nullptr) return {};
-  return error(TW_UNSUPPORTED,
-               "NCCL gives no window. Do all GPUs reach one another, and is neither NCCL_CUMEM_ENABLE nor "
-               "NCCL_WIN_ENABLE 0?");
 }
 
 Status NcclMemory::find_addresses(int rank, int size) {
   addresses_.resize(size);
   for (int peer = 0; peer < size; ++peer) {
     // NCCL maps this rank's memory a second time for itself; the first address is as good.
-    void* address = memory_;
+    void* address = registered_->data();
     if (peer != rank) {
-      const NcclResult result = table_.GetPeerDevicePointer(window_, 0, peer, &address);
+      const NcclResult result = table_.GetPeerDevicePointer(registered_->window(), 0, peer, &address);
       TW_RETURN_IF_ERROR(nccl_status(table_, result, "ncclGetPeerDevicePointer"));
     }
     if (address == nullptr) {
@@ -56,7 +42,7 @@ Status NcclMemory::find_addresses(int rank, int size) {
 
 Status NcclMemory::set_up_multicast(Bootstrap& bootstrap) {
   void* address = nullptr;
-  const NcclResult result = table_.GetLsaMultimemDevicePointer(window_, 0, &address);
+  const NcclResult result = table_.GetLsaMultimemDevicePointer(registered_->window(), 0, &address);
   Status mine = nccl_status(table_, result, "ncclGetLsaMultimemDevicePointer");
   if (mine.ok() && address == nullptr) mine = error(TW_UNSUPPORTED, "NCCL has no multicast");
   TW_RETURN_IF_ERROR(agree(bootstrap, "setting NCCL's multicast up", mine));
@@ -65,19 +51,14 @@ Status NcclMemory::set_up_multicast(Bootstrap& bootstrap) {
 }
 
 void NcclMemory::abandon() {
-  window_ = nullptr;
-  memory_ = nullptr;
+  registered_->abandon();
   comm_ = nullptr;
 }
 
-void NcclMemory::release() {
-  if (window_ != nullptr) (void)table_.CommWindowDeregister(comm_, window_);
-  if (memory_ != nullptr) (void)table_.MemFree(memory_);
+NcclMemory::~NcclMemory() {
+  registered_.reset();
   // Not ncclCommDestroy: nothing was ever queued that it could wait for, and the other ranks may be gone.
   if (comm_ != nullptr) (void)table_.CommAbort(comm_);
-  abandon();
 }
-
-NcclMemory::~NcclMemory() { release(); }
 
 }  // namespace tokenweave

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "nccl.h"
+#include "registered_memory.h"
 
 namespace tokenweave {
 
@@ -35,14 +36,11 @@ class NcclMemory {
 
  private:
   explicit NcclMemory(const NcclTable& table) : table_(table) {}
-  Status open_window(size_t bytes);
   Status find_addresses(int rank, int size);
-  void release();
 
   const NcclTable& table_;
   NcclComm comm_ = nullptr;
-  void* memory_ = nullptr;
-  NcclWindow window_ = nullptr;
+  std::unique_ptr<RegisteredMemory> registered_;  // of a whole object never null
   std::vector<uint8_t*> addresses_;
   uint8_t* multicast_ = nullptr;
 };

@@ -48,6 +48,7 @@ Status RankGroup::create(const Options& options, std::unique_ptr<RankGroup>* gro
   made->num_ranks_ = options.ranks.size();
 
   TwGroupInfo info{};
+  info.struct_bytes = sizeof info;
   if (twGroupGetInfo(created, &info, &status) != TW_OK) return from(status);
   made->has_multimem_ = info.fabric == TW_FABRIC_MULTIMEM;
   made->multicast_reason_ = info.multicast_reason;

@@ -52,6 +52,7 @@ TEST(Api, RefusesAnOwnerOfMemoryThatItDoesNotKnow) {
 TEST(Api, RefusesNullGroups) {
   TwStatus status{};
   TwGroupInfo info{};
+  info.struct_bytes = sizeof info;
   void* data = nullptr;
   size_t bytes = 0;
   const TwAllReduceRmsNorm op{};
@@ -62,6 +63,16 @@ TEST(Api, RefusesNullGroups) {
   EXPECT_EQ(twGroupCheck(nullptr, &status), TW_INVALID_ARGUMENT);
   EXPECT_EQ(twAllReduceRmsNorm(nullptr, &op, nullptr, nullptr, nullptr, &status), TW_INVALID_ARGUMENT);
   EXPECT_STREQ(status.message, "group is null");
+}
+
+TEST(Api, WritesNoInfoOfAnotherSize) {
+  TwStatus status{};
+  TwGroupInfo info{};
+  EXPECT_EQ(twGroupGetInfo(nullptr, nullptr, &status), TW_INVALID_ARGUMENT);
+  EXPECT_STREQ(status.message, "info is null");
+  info.struct_bytes = sizeof info - TW_MESSAGE_BYTES;
+  EXPECT_EQ(twGroupGetInfo(nullptr, &info, &status), TW_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(status.message).find("info.struct_bytes is "), 0u) << status.message;
 }
 
 TEST(Api, RanksThatDisagreeAllGetTheError) {

@@ -78,6 +78,7 @@ class Communicator {
 
   Result<TwGroupInfo> info() const {
     TwGroupInfo info{};
+    info.struct_bytes = sizeof info;
     TW_RETURN_IF_ERROR(call([&](TwStatus* status) { return twGroupGetInfo(group_, &info, status); }));
     return info;
   }

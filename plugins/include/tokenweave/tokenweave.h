@@ -82,6 +82,7 @@ typedef struct TwGroupConfig {
 } TwGroupConfig;
 
 typedef struct TwGroupInfo {
+  size_t struct_bytes;              ///< sizeof(TwGroupInfo) of the caller
   int32_t rank, size, local_ranks;  ///< local_ranks: virtual ranks in this process, 1 unless loopback
   int32_t max_ctas;
   TwFabric fabric;                          ///< what TW_FABRIC_AUTO means here
@@ -146,7 +147,7 @@ TW_API TwCode twGroupCreate(const TwGroupConfig* config, TwGroup** group, TwStat
 /// `group` null does nothing. The status is advisory.
 TW_API TwCode twGroupDestroy(TwGroup* group, TwStatus* status);
 
-/// Any time after creation.
+/// Any time after creation. Fills `info` but for its struct_bytes.
 TW_API TwCode twGroupGetInfo(const TwGroup* group, TwGroupInfo* info, TwStatus* status);
 
 /// The tensor memory of a rank, as this process's device addresses it. Valid until twGroupDestroy. Its bytes start out

@@ -94,8 +94,14 @@ int ncclMemFree(void*) {
 
 int ncclCommWindowRegister(void*, void* memory, size_t bytes, void** window, int flags) {
   write_down("register " + std::to_string(bytes) + (flags == 1 ? "" : ", not symmetric"));
-  *window = memory;
-  return answer("ncclCommWindowRegister");
+  const int result = answer("ncclCommWindowRegister");
+  *window = result == 0 && nccl().windows ? memory : nullptr;
+  return result;
+}
+
+int ncclCommWindowDeregister(void*, void*) {
+  write_down("deregister");
+  return 0;
 }
 
 int ncclAllReduce(const void* input, void* output, size_t count, int type, int op, void*, cudaStream_t) {

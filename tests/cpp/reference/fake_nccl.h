@@ -19,6 +19,7 @@ struct FakeNccl {
   int communicators = 0;           ///< alive
   int destroys = 0;
   uint8_t memory[1] = {};  ///< what ncclMemAlloc gives: its address
+  bool windows = true;     ///< else registering succeeds and gives none
   int at_once = 0;         ///< threads that were in a collective beside another
 };
 

@@ -4,6 +4,7 @@
 
 #include "../trt/fake_exprs.h"
 #include "fake_nccl.h"
+#include "packed_fields.h"
 #include "v2_layers.h"
 
 namespace tokenweave::test {
@@ -218,19 +219,74 @@ TEST_F(AllReduceTest, LayersShareAWindowThatIsLargeEnough) {
 }
 
 TEST_F(AllReduceTest, HasNoWindowWhereAStepFails) {
-  for (const auto& [function, freed] : {std::pair{"ncclMemAlloc", false}, {"ncclCommWindowRegister", true}}) {
-    ++own_rank;
+  const auto loaded = [&] {
     const PluginV2Ptr built = create(kName, fields(kSymmetric));
     configure(built, {kTensor});
-    const PluginV2Ptr loaded = load(kName, store(built));
+    return load(kName, store(built));
+  };
+  for (const auto& [function, windows, expected] :
+       {std::tuple{"ncclMemAlloc", true, "ncclMemAlloc failed: unhandled system error (2)"},
+        {"ncclCommWindowRegister", true, "ncclCommWindowRegister failed: unhandled system error (2)"},
+        {"", false, "NCCL gives no window"}}) {
+    ++own_rank;
+    nccl() = FakeNccl{};
     nccl().failing = function;
-    EXPECT_NE(loaded->initialize(), 0);
-    EXPECT_EQ(trt::last_error().message,
-              std::string("AllReduce: rank 0: ") + function + " failed: unhandled system error (2)");
-    EXPECT_EQ(nccl().calls.back() == "free", freed);
-    EXPECT_NE(run(loaded, {kTensor}), 0);
+    nccl().windows = windows;
+    const PluginV2Ptr plugin = loaded();
+    EXPECT_NE(plugin->initialize(), 0);
+    const std::string message = trt::last_error().message;
+    EXPECT_EQ(message.find(std::string("AllReduce: rank 0: ") + expected), 0u) << message;
+    EXPECT_NE(run(plugin, {kTensor}), 0);
     EXPECT_EQ(trt::last_error().message, "AllReduce: was run without being initialised");
+
+    // Without memory the communicator serves other layers; where it was aborted, they hear why.
+    const bool aborted = function != std::string("ncclMemAlloc");
+    EXPECT_EQ(nccl().communicators, aborted ? 0 : 1);
+    const std::vector<std::string> end{nccl().calls.end() - 2, nccl().calls.end()};
+    EXPECT_EQ(end == (std::vector<std::string>{"free", "abort"}), aborted);
+    nccl().failing.clear();
+    const PluginV2Ptr other = load(kName, store(create(kName, fields())));
+    EXPECT_EQ(other->initialize() == 0, !aborted);
+    if (aborted) {
+      EXPECT_EQ(trt::last_error().message, message);
+    }
   }
+}
+
+TEST_F(AllReduceTest, SumsNoMoreWithoutItsInputInTheWindow) {
+  const PluginV2Ptr plugin = started(fields(kSymmetric), {kTensor}), other = started(fields(), {kTensor});
+  gpu().failing = "cudaMemcpyAsync";
+  const size_t calls = nccl().calls.size();
+  EXPECT_NE(run(plugin, {kTensor}), 0);
+  gpu().failing.clear();
+  EXPECT_NE(run(other, {kTensor}), 0);  // its sum would meet the other ranks' sum of `plugin`
+  EXPECT_EQ(trt::last_error().message, "AllReduce: cudaMemcpyAsync failed");
+  EXPECT_EQ(nccl().calls.size(), calls);
+}
+
+/// Libraries of before there were windows stored no size, and summed without.
+TEST_F(AllReduceTest, RefusesAnEngineWithoutTheSizeOfItsWindow) {
+  for (const int strategy : {kSymmetric, kNccl}) {
+    const PluginV2Ptr loaded =
+        load(kName, trt::PackedFields::write(*fields(strategy).flag("has_workspace", 0).collection()));
+    ASSERT_NE(loaded, nullptr) << trt::last_error().message;
+    nccl() = FakeNccl{};
+    EXPECT_EQ(loaded->initialize() == 0, strategy == kNccl);
+    EXPECT_EQ(nccl().calls.size(), strategy == kNccl ? 1u : 0u);
+    if (strategy == kNccl) continue;
+    EXPECT_EQ(
+        trt::last_error().message,
+        "AllReduce: field 'window_kib' is not in the engine, which an older library built. Fix: rebuild the engine");
+  }
+}
+
+TEST_F(AllReduceTest, AWindowIsForTheLargestOfAllProfiles) {
+  const PluginV2Ptr built = create(kName, fields(kSymmetric));
+  for (const int64_t tokens : {600, 6}) configure(built, {desc({tokens, 64})});
+  const PluginV2Ptr loaded = load(kName, store(built));
+  ASSERT_EQ(loaded->initialize(), 0);
+  EXPECT_EQ(nccl().calls.back(), "register 155648");
+  EXPECT_EQ(run(loaded, {desc({600, 64})}), 0) << trt::last_error().message;
 }
 
 TEST_F(AllReduceTest, FormatsOfABuild) {

@@ -114,22 +114,45 @@ TEST(Communicator, QueuesTheSumsOfThreadsOneByOne) {
   EXPECT_EQ(texts[0], "401 calls, 0 at once");
 }
 
-TEST(Communicator, NoRankOpensAWindowWhereOneHasNoMemory) {
+/// What each of two ranks got of a window: the error, NCCL's calls, and the error of a sum afterwards.
+std::vector<std::string> open_windows(const std::string& failing_on_one, const std::vector<size_t>& bytes) {
   const std::string address = fresh_address();
-  const auto texts = run_processes(2, [&](int rank) {
+  return run_processes(2, [&](int rank) {
     meet(address, rank == 0 ? "0" : "1", {0, 1});
     Communicator* communicator = nullptr;
     if (!Communicator::acquire({0, 1}, &communicator).ok()) return std::string("no communicator");
     nccl().calls.clear();
-    nccl().failing = rank == 1 ? "ncclMemAlloc" : "";
+    nccl().failing = rank == 1 ? failing_on_one : "";
     const reference::Window* window = nullptr;
-    std::string text = communicator->window(4096, &window).message;
+    std::string text = communicator->window(bytes[rank], &window).message;
     for (const std::string& call : nccl().calls) text += "; " + call;
-    return text + (window == nullptr ? "" : " OPEN");
+    if (window != nullptr) text += " OPEN";
+    nccl().failing.clear();
+    return text + "; then " + communicator->all_reduce(nullptr, nullptr, 1, TW_HALF, nullptr).message;
   });
+}
+
+TEST(Communicator, NoRankOpensAWindowWhereOneHasNoMemory) {
+  const auto texts = open_windows("ncclMemAlloc", {4096, 4096});
   const std::string message = "rank 1: ncclMemAlloc failed: unhandled system error (2); allocate 8192";
-  EXPECT_EQ(texts[0], message + "; free");
-  EXPECT_EQ(texts[1], message);
+  EXPECT_EQ(texts[0], message + "; free; then ");
+  EXPECT_EQ(texts[1], message + "; then ");
+}
+
+TEST(Communicator, AllRanksAbortWhereOneCannotRegister) {
+  const auto texts = open_windows("ncclCommWindowRegister", {4096, 4096});
+  const std::string message = "rank 1: ncclCommWindowRegister failed: unhandled system error (2)";
+  const std::string begin = message + "; allocate 8192; register 8192; ";
+  EXPECT_EQ(texts[0], begin + "deregister; free; abort; then " + message);
+  EXPECT_EQ(texts[1], begin + "free; abort; then " + message);
+}
+
+TEST(Communicator, OpensNoWindowsOfDifferentSizes) {
+  for (const std::string& text : open_windows("", {4096, 8192})) {
+    EXPECT_EQ(text,
+              "a layer of strategy NCCL_SYMMETRIC sums up to 4096 bytes on rank 0 and 8192 on rank 1. Fix: build the "
+              "engines of all ranks together; then ");
+  }
 }
 
 TEST(Window, NeedsAnNcclThatHasThem) {
@@ -141,11 +164,11 @@ TEST(Window, NeedsAnNcclThatHasThem) {
     return kNcclSuccess;
   };
   std::unique_ptr<reference::Window> window;
-  const Status status = reference::Window::open(old, nullptr, *bootstrap, 4096, &window);
+  NcclComm communicator = nullptr;
+  const Status status = reference::Window::open(old, &communicator, *bootstrap, 4096, &window);
   EXPECT_EQ(status.code, TW_UNSUPPORTED);
-  EXPECT_NE(status.message.find("strategy NCCL_SYMMETRIC needs NCCL 2.27 or later, found 22602. Fix: "),
-            std::string::npos)
-      << status.message;
+  EXPECT_EQ(status.message,
+            "rank 0: NCCL 2.26.2 has no windows. Fix: install NCCL 2.27 or later and load it before any other");
 }
 
 TEST(LoadNccl, NamesWhatItTried) {

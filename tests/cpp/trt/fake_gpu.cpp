@@ -157,7 +157,7 @@ TwCode twGroupDestroy(TwGroup*, TwStatus* status) {
 }
 
 TwCode twGroupGetInfo(const TwGroup*, TwGroupInfo* info, TwStatus* status) {
-  *info = {};
+  if (info->struct_bytes != sizeof *info) return TW_INVALID_ARGUMENT;
   info->fabric = gpu().fabric;
   std::strcpy(info->multicast_reason, gpu().fabric == TW_FABRIC_MULTIMEM ? "" : "switched off");
   std::strcpy(info->memory_reason, gpu().memory_reason.c_str());
