@@ -168,13 +168,14 @@ def build_on_all_ranks(
     def given_cache() -> Path:
         if settings.timing_cache is None:
             raise UserError("is not given", where="timing_cache", fix="name a file, each rank its own")
+        check_target(settings.timing_cache)  # ranks other than 0 write theirs when rank 0's build is over
         return settings.timing_cache
 
     cache = on_all_ranks(comm, "timing caches", given_cache)
 
     def rank_0s_timings(missing_ok: bool) -> bytes:
         def read() -> bytes:
-            return cache.read_bytes() if comm.rank == 0 and (cache.exists() or not missing_ok) else b""
+            return _read_timing_cache(cache) if comm.rank == 0 and (cache.exists() or not missing_ok) else b""
 
         mine = on_all_ranks(comm, "reading rank 0's timings", read)
         return comm.all_gather("rank 0's timings", np.frombuffer(mine, np.int8))[0].tobytes()
@@ -251,12 +252,16 @@ def _add_profile(config: Any, network: Any, ranges: Ranges, index: int) -> Any:
     return profile
 
 
-def _load_timing_cache(config: Any, path: Path) -> None:
+def _read_timing_cache(path: Path) -> bytes:
     try:
-        data = path.read_bytes() if path.exists() else b""
+        return path.read_bytes()
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
-    cache = config.create_timing_cache(data)
+        fix = "let it be read, or name another: it is made again"
+        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path), fix=fix) from error
+
+
+def _load_timing_cache(config: Any, path: Path) -> None:
+    cache = config.create_timing_cache(_read_timing_cache(path) if path.exists() else b"")
     if cache is None or not config.set_timing_cache(cache, False):
         what = "is no timing cache of this TensorRT and GPU"
         raise UserError(what, where=str(path), fix="remove the file, or name another: it is made again")

@@ -171,6 +171,15 @@ class Environment:
             raise UserError("there is one rank, so nothing to communicate", where=command, fix=fix)
         return self.launcher
 
+    def check_launch(self) -> None:
+        """For commands that measure launches of their own.
+
+        Raises:
+            UserError: `LAUNCH` is set.
+        """
+        if self.launch:
+            raise UserError("would be measured instead of every candidate", where=LAUNCH.name, fix="unset it")
+
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """Read the variables.
@@ -289,7 +298,7 @@ def limit_blas_threads() -> None:
 
 
 def prepare_benchmark() -> dict[str, str]:
-    """Let NCCL's symmetric kernels use enough CTAs (where the user has not set it), before NCCL starts.
+    """Let NCCL's symmetric kernels use enough CTAs (where the user has not set it); every rank, before NCCL starts.
 
     Returns:
         The variables of NCCL and of torch's symmetric memory that are set: results depend on them.

@@ -142,17 +142,29 @@ class EngineContext:
         self._owned = DeviceMemory(self.num_bytes)
         return self._owned.address
 
-    def sibling(self) -> EngineContext:
+    def sibling(self, profile: int | None = None) -> EngineContext:
         """Another context on the same memory, for steps that never run beside this one's.
 
         TensorRT leaves undefined what a CUDA graph does after the context that it was captured from has changed, so
         every graph has a context of its own. Close siblings first.
+
+        Args:
+            profile: Optimisation profile; None: this one's.
+
+        Raises:
+            TokenWeaveError: TensorRT makes no context, or the other profile needs more memory.
         """
         self.check_open()
         made = copy.copy(self)  # it keeps the memory, but does not give it back
         made._is_sibling, made._bound, made._stream = True, None, None
+        if profile is not None:
+            made.profile = profile
         made._context = made._create()
-        made._context.set_device_memory(self.address, self.num_bytes)
+        made.num_bytes = max(made._activation_bytes(), 1)
+        if made.num_bytes > self.num_bytes:
+            what = f"profile {made.profile} needs {made.num_bytes} bytes of activations, and shares {self.num_bytes}"
+            raise TokenWeaveError(what)
+        made._context.set_device_memory(self.address, made.num_bytes)
         return made
 
     def check_open(self) -> None:

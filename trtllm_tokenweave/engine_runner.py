@@ -152,11 +152,18 @@ class EngineStep:
         symmetric = engine.manifest.mode != "stock"
         tokens = next(spec for spec in engine.manifest.tensors if spec.name == _TOKENS)
         self._most_tokens = [most for _, _, (most,) in tokens.profiles]
-        self.contexts: list[EngineContext] = [
-            self._closing.enter_context(engine.context(symmetric=symmetric, profile=profile))
-            for profile in range(len(self._most_tokens))
-        ]
+        first = engine.context(symmetric=symmetric)
+        self.contexts: list[EngineContext] = [self._closing.enter_context(first)]
+        for profile in range(1, len(self._most_tokens)):
+            self.contexts.append(self._closing.enter_context(self._beside(first, profile)))
         self.graphs = self._closing.enter_context(StepGraphs(self.contexts[0], graphs))
+
+    def _beside(self, first: EngineContext, profile: int) -> EngineContext:
+        """The context of another profile."""
+        if not first.symmetric:
+            return self.engine.context(profile=profile)
+        # An engine asks for its symmetric memory once: of several engines only the newest can.
+        return on_all_ranks(self.engine.comm, "execution contexts", lambda: first.sibling(profile))
 
     def _allocate(self, cache: KvCacheConfig, fill: int) -> None:
         specs = {spec.name: spec for spec in self.engine.manifest.tensors}

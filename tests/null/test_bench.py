@@ -129,6 +129,19 @@ def test_text_about_the_stack_is_its_result() -> None:
     assert f"8 are within {100 * worst:.1f} % of the best of 4 to 16" in launch
 
 
+def test_the_table_of_whole_decoders_names_what_was_measured() -> None:
+    names = ("stock", "peer", "fuse_only", "even_split", "tuned_split", "no_comm")
+    row = {"num_tokens": 64, "mode": "eager", **{f"{name}_ms": 2.0 for name in names}, "ctas_even": 4, "ctas_tuned": 0}
+    table = e2e_markdown({"rows": [row]})
+    for line in (
+        "| stock with the fastest other all-reduce | 2.00 |",
+        "| CTAs: even split | 4 |",
+        "| CTAs: split of the table, or best of those tried | the table's |",
+    ):
+        assert line in table
+    assert "other all-reduce" not in e2e_markdown({"rows": [row | {"peer_ms": None}]})
+
+
 def test_figures_of_real_attention_come_from_their_result() -> None:
     e2e, document = result("e2e_tp2.json"), (ROOT / "docs/benchmarks.md").read_text()
     assert e2e_markdown(e2e) in document

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,11 +19,14 @@ from support.models import small
 
 from trtllm_tokenweave.batch import SequenceStep, StepLayout, step_inputs
 from trtllm_tokenweave.bench import e2e as e2e_module
+from trtllm_tokenweave.bench import e2e_run
 from trtllm_tokenweave.bench.e2e import PREFIX_INPUT, VARIANTS, E2eBench, E2eRunner, Run, Split, Variant
-from trtllm_tokenweave.bench.e2e_run import E2eArguments, check_arguments, read_bench
+from trtllm_tokenweave.bench.e2e_run import E2eArguments, check_arguments, read_bench, start_benchmark
+from trtllm_tokenweave.bench.stack import MODES, Mode
 from trtllm_tokenweave.builder import Ranges
 from trtllm_tokenweave.cli.app import main
-from trtllm_tokenweave.comm import CommBackend, LocalComm, run_ranks
+from trtllm_tokenweave.comm import CommBackend, LocalComm, SingleComm, run_ranks
+from trtllm_tokenweave.config import Launcher
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
 from trtllm_tokenweave.interpreter import ExecutionContext
 from trtllm_tokenweave.kv_cache import BlockManager, KvCachePool
@@ -247,6 +251,135 @@ def test_an_engine_that_differs_from_stock_is_not_timed() -> None:
         return str(raised.value)
 
     assert len(set(run_ranks([partial(job, comm) for comm in LocalComm.group(2)]))) == 1
+
+
+def test_a_split_is_verified_before_it_is_tried() -> None:
+    def job(comm: CommBackend) -> str:
+        runner = Timed(comm, bench(comm.rank))
+
+        def logits(run: Run, _num_tokens: int, _mode: Any) -> Any:
+            return np.full(4, 1.2 if comm.rank and run.split == Split(56, 4) else 1.0, np.float32)
+
+        cast("Any", runner).logits = logits
+        with pytest.raises(
+            TokenWeaveError, match=r"split 1 \(\+16, 4 CTAs\) differs from stock at 70 tokens"
+        ) as raised:
+            runner.sweep(TOKENS, [Split(40, 4), Split(56, 4)])
+        assert not runner.timed
+        return str(raised.value)
+
+    assert len(set(run_ranks([partial(job, comm) for comm in LocalComm.group(2)]))) == 1
+
+
+class PlayedEngine:
+    """An engine with its context, whose output is its input. ``stale``: that of the step before, as without a join."""
+
+    def __init__(self, *, stale: bool = False, lost: bool = False) -> None:
+        self.stale, self.bound, self.before = stale, 0.0, 0.0
+        self.context, self.graphs = self, PlayedGraphs(self, lost=lost)
+        self.output = np.zeros(1, np.float32)
+
+    def bind(self, inputs: Any, _outputs: Any) -> None:
+        self.bound = inputs["tokens"]
+
+    def enqueue(self, _stream: Any) -> None:
+        self.output[:] = self.before if self.stale else self.bound
+        self.before = self.bound
+
+    def step(self, inputs: Any, outputs: Any, stream: Any) -> None:
+        self.bind(inputs, outputs)
+        self.enqueue(stream)
+
+    def fill(self, value: int) -> None:
+        assert value == 0xFF
+        self.output[:] = np.nan
+
+    def to_numpy(self) -> Any:
+        return self.output.copy()
+
+
+class PlayedGraphs:
+    """Runs a step, then captures it. ``lost``: replays do nothing."""
+
+    def __init__(self, engine: PlayedEngine, *, lost: bool) -> None:
+        self.engine, self.lost, self.captured = engine, lost, False
+        self.counters = SimpleNamespace(fallback=0, reason="")
+
+    def has(self, _inputs: Any, _outputs: Any) -> bool:
+        return self.captured
+
+    def step(self, inputs: Any, outputs: Any, stream: Any) -> None:
+        if not (self.captured and self.lost):
+            self.engine.step(inputs, outputs, stream)
+        self.captured = True
+
+
+class PlayedRunner(E2eRunner):
+    def __init__(self, engine: PlayedEngine) -> None:
+        self.comm, self.bench, self.started = SingleComm(), bench(), 0.0
+        self.stream = cast("Any", SimpleNamespace(synchronize=lambda: None))
+        self.engines, self._outputs = cast("Any", {"woven": engine}), cast("Any", {"woven": engine})
+
+    def bindings(self, run: Run, num_tokens: int, *, other: bool = False) -> Any:
+        return {"tokens": 3.0 if other else 2.0}, {}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_step_leaves_behind_does_not_look_right(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e2e_module, "plugin_library", lambda: SimpleNamespace(override_launch=lambda _: None))
+
+    def logits(**fields: bool) -> float:
+        runner = PlayedRunner(PlayedEngine(**fields))
+        return float(runner.logits(Run("woven", Split(40, 4)), TOKENS, mode)[0])
+
+    assert logits() == 2.0
+    assert logits(stale=True) == 3.0
+    assert np.isnan(logits(lost=True)) == (mode == "graph")
+
+
+def test_a_step_on_other_tokens_has_the_same_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e2e_module, "DeviceArray", SimpleNamespace(from_numpy=lambda x: x))
+    monkeypatch.setattr(e2e_module, "Binding", SimpleNamespace(on_host=lambda x: x, device=lambda x: x))
+    runner: Any = PlayedRunner(PlayedEngine())
+    cache = GenerationLimits(96, 1, 96, 1).cache(CONFIG, 2)
+    runner.pool, runner.blocks = KvCachePool(cache), BlockManager(cache)
+    runner.blocks.grow(0, 96)
+    runner.ids, runner._inputs = np.arange(96) % CONFIG.vocab_size, {}
+    first, other = runner.inputs(TOKENS), runner.inputs(TOKENS, other=True)
+    assert runner.inputs(TOKENS) is first
+    assert {name for name in first if first[name].tobytes() != other[name].tobytes()} == {"input_ids"}
+    assert np.mean(first["input_ids"] == other["input_ids"]) < 0.1
+    assert {name: x.shape for name, x in first.items()} == {name: x.shape for name, x in other.items()}
+
+
+def test_launches_of_the_environment_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENWEAVE_LAUNCH", "ctas=8")
+    with pytest.raises(UserError, match="TOKENWEAVE_LAUNCH: would be measured instead of every candidate"):
+        start_benchmark(Launcher(0, 2), None)
+
+
+def test_nccl_has_the_ctas_that_results_name_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SYM_CTAS", "1")  # what it was before is put back
+    monkeypatch.delenv("NCCL_SYM_CTAS")
+
+    def gpu() -> None:
+        raise UserError(f"NCCL has {os.environ.get('NCCL_SYM_CTAS')}", where="here")
+
+    monkeypatch.setattr(e2e_run, "current_gpu", gpu)
+    with pytest.raises(UserError, match="NCCL has 64"):
+        start_benchmark(Launcher(0, 2), None)
+
+
+def test_a_token_count_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[E2eArguments] = []
+
+    def check(arguments: E2eArguments) -> None:
+        seen.append(arguments)
+        raise UserError("enough", where="here")
+
+    monkeypatch.setattr(e2e_run, "check_arguments", check)
+    assert main(["bench", "e2e", "--tokens", "4096,1024,4096"]) == 2
+    assert seen[0].tokens == (4096, 1024)
 
 
 def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:

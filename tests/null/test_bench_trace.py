@@ -16,35 +16,31 @@ import numpy as np
 import pytest
 from support.fake_decoder import DecoderMachine, FakeDecoder, no_plugins
 from support.fake_gpu import FakeRuntime
-from support.trace import BATCH, BUDGET, CONFIG, TRACE, bench
+from support.trace import BATCH, BUDGET, CONFIG, TRACE, bench, sized
 
 from trtllm_tokenweave import engine as engine_module
 from trtllm_tokenweave import engine_context, engine_runner
 from trtllm_tokenweave.bench import trace_measure
 from trtllm_tokenweave.bench.e2e import PREFIX_INPUT, E2eBench, Variant
 from trtllm_tokenweave.bench.trace import Schedule, TraceStep
-from trtllm_tokenweave.bench.trace_measure import TraceRunner, given, measure_trace
-from trtllm_tokenweave.bench.trace_run import TraceArguments, check_arguments, read_bench
+from trtllm_tokenweave.bench.trace_measure import TraceBench, TraceRunner, given, measure_trace
 from trtllm_tokenweave.bench.tune_plots import pictures_of
 from trtllm_tokenweave.builder import Plan
 from trtllm_tokenweave.checkpoint import RandomCheckpoint
-from trtllm_tokenweave.cli.app import main
 from trtllm_tokenweave.comm import CommBackend, LocalComm, SingleComm, run_ranks
 from trtllm_tokenweave.decoder import DecoderBuild, describe
 from trtllm_tokenweave.device import current_gpu
 from trtllm_tokenweave.engine import Engine
 from trtllm_tokenweave.engine_runner import EngineStep
-from trtllm_tokenweave.errors import TokenWeaveError, UserError
+from trtllm_tokenweave.errors import TokenWeaveError
 from trtllm_tokenweave.inspection import BuildReport
 from trtllm_tokenweave.interpreter import ExecutionContext
 from trtllm_tokenweave.kv_cache import KvCachePool
 from trtllm_tokenweave.manifest import tensor_specs
 from trtllm_tokenweave.mapping import Mapping
-from trtllm_tokenweave.model_config import preset
 from trtllm_tokenweave.passes import verify
 from trtllm_tokenweave.recorder import RecordedNetwork
-from trtllm_tokenweave.table import LaunchConfig, default_table
-from trtllm_tokenweave.waves import table_key
+from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +68,6 @@ def test_columns() -> None:
     assert made["tuned_split"].launch is None
 
 
-def sized(num_tokens: int, batch: int = 3) -> TraceStep:
-    record = SimpleNamespace(num_tokens=num_tokens, batch=batch, num_contexts=1)
-    return cast("TraceStep", SimpleNamespace(record=record))
-
-
 def test_the_table_says_where_a_step_is_split() -> None:
     columns = bench().columns()
     assert [columns["stock"].prefix(sized(40)), columns["fuse_only"].prefix(sized(40))] == [None, None]
@@ -91,10 +82,9 @@ def test_the_inputs_of_an_engine(schedule: Schedule) -> None:
     made = [given(mixed, pool, 24, number) for number in (1, 2)]
     assert made[0]["host_kv_cache_pool_pointers"].tolist() == [[pool.address, 0]]
     assert made[0][PREFIX_INPUT].shape == (24,)
-    # Chunks never come again, generation rows do.
     differing = [n for n in made[0] if made[0][n].tobytes() != made[1][n].tobytes()]
     assert differing == ["host_runtime_perf_knobs"]
-    again = [given(decode, pool, None, number) for number in (1, 2)]
+    again = [given(decode, pool, None, None) for _ in range(2)]
     assert PREFIX_INPUT not in again[0]
     assert all(again[0][n].tobytes() == again[1][n].tobytes() for n in again[0])
     assert mixed.inputs["host_runtime_perf_knobs"][-1] == -1
@@ -140,8 +130,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def played(
     comm: CommBackend, errors: dict[str, Callable[[int], float]] | None = None, **fields: Any
 ) -> tuple[TraceRunner, dict[Variant, FakeEngine]]:
+    """What :func:`played_with` makes of the tests' bench."""
+    return played_with(bench(comm.rank, **fields), comm, errors)
+
+
+def played_with(
+    made: TraceBench, comm: CommBackend | None = None, errors: dict[str, Callable[[int], float]] | None = None
+) -> tuple[TraceRunner, dict[Variant, FakeEngine]]:
     """Stock takes a millisecond a token, others less, rank 1 half a millisecond a step more, and so do prefixes."""
-    clock, made = Clock(), bench(comm.rank, **fields)
+    clock, comm = Clock(), comm or SingleComm()
     speed = {"stock": 1.0, "fuse_only": 0.9, "woven": 0.75, "no_comm": 0.5}
 
     def milliseconds(tokens: int, prefix: int, variant: str) -> float:
@@ -244,6 +241,44 @@ def test_woven_engines_are_told_the_prefix_of_each_step(launches: list[Any], sch
     assert all(PREFIX_INPUT not in one for one in engines["stock"].given)
     knobs = [one["host_runtime_perf_knobs"][-1] for one in engines["woven"].given + engines["stock"].given]
     assert set(knobs) == {-1, 1, 2}
+
+
+def rehearsed(made: TraceBench) -> tuple[dict[str, set[tuple[int, int, int]]], list[set[int]], int]:
+    """Both woven columns and the first again: (sequences, prefix, knob) of their generation rows, the knobs of their
+    chunks, and how many graphs the engine may have."""
+    runner, engines = played_with(made)
+    rows, chunks = {}, []
+    for name in ("even_split", "tuned_split", "even_split"):
+        engines["woven"].given.clear()
+        runner.rehearse(name, made.schedule(BUDGET))
+        found = [
+            (len(one["host_request_types"]), len(one[PREFIX_INPUT]), int(one["host_runtime_perf_knobs"][-1]))
+            for one in engines["woven"].given
+        ]
+        reads = [bool((one["host_request_types"] == 0).any()) for one in engines["woven"].given]
+        rows[name] = {key for key, reading in zip(found, reads, strict=True) if not reading}
+        chunks.append({key[-1] for key, reading in zip(found, reads, strict=True) if reading})
+    return rows, chunks, engines["woven"].graphs.capacity
+
+
+def test_columns_of_one_engine_share_no_graph_of_a_split_step(launches: list[Any]) -> None:
+    """Graphs keep the launch that they were captured with, and columns of one engine differ in it."""
+    whole = bench(variants=("stock", "woven"))
+    recurring = whole.schedule(BUDGET).recurring(103)
+    rows, chunks, capacity = rehearsed(whole)
+    assert rows["even_split"] == rows["tuned_split"]
+    assert capacity == max(len(recurring), 2)
+    # Chunks never come again.
+    assert chunks == [{1}, {2}, {3}]
+    # Now two and three rows are split, two of them by the even split only.
+    fuse = TableRow(tokens=Bucket(lo=2, hi=2), mode="fuse")
+    table = whole.engines.weave.table.model_copy(update={"min_tokens": 2, "granularity": 2, "rows": (fuse,)})
+    weave = replace(whole.engines.weave, table=table)
+    rows, _, capacity = rehearsed(replace(whole, engines=replace(whole.engines, weave=weave)))
+    assert rows["even_split"] & rows["tuned_split"] == {(1, 1, -1)}
+    assert {key[:2] for key in rows["even_split"]} == {(1, 1), (2, 1), (3, 2)}
+    assert {key[:2] for key in rows["tuned_split"]} == {(1, 1), (2, 2), (3, 2)}
+    assert capacity == sum(1 if step.record.batch == 1 else 2 for step in recurring)
 
 
 @pytest.mark.parametrize(
@@ -430,64 +465,3 @@ def test_the_second_profile_is_for_steps_that_are_not_split() -> None:
         if variant == "woven":
             assert large[PREFIX_INPUT].optimum[0] < large["input_ids"].optimum[0]
             assert few[PREFIX_INPUT] == few["input_ids"]
-
-
-# --- options
-
-
-def test_arguments_become_a_bench(tmp_path: Path) -> None:
-    arguments = TraceArguments("llama-3.3-70b", 8, chunks=(1024, 4096))
-    made = read_bench(arguments, Mapping(2, 1, 2))
-    limits = made.engines.limits
-    assert (limits.max_batch_size, limits.max_num_tokens) == (64, 4096)
-    assert limits.max_seq_len == max(r.total for r in made.trace.requests)
-    assert (made.engines.config.num_hidden_layers, made.engines.config.vocab_size) == (8, 8192)
-    assert not made.tuned
-    assert made.tail
-    assert not made.engines.multiple_profiles
-    assert not read_bench(replace(arguments, tail=False), Mapping(2, 1, 2)).tail
-    assert read_bench(replace(arguments, multiple_profiles=True), Mapping(2, 1, 2)).engines.multiple_profiles
-    assert list(made.columns()) == ["stock", "peer", "fuse_only", "even_split", "no_comm"]
-    file = tmp_path / "table.json"
-    default_table(table_key(preset("llama-3.3-70b"), 2)).save(file)
-    tabled = read_bench(replace(arguments, table=file, min_tokens=512), Mapping(2, 1, 2))
-    assert tabled.tuned
-    assert tabled.engines.weave.table.min_tokens == 512
-    assert tabled.columns()["even_split"].prefix(sized(1000)) == 512
-    assert made.columns()["even_split"].prefix(sized(1000)) == 1000
-    with pytest.raises(UserError, match="made for tp_size 2, but 4 is needed"):
-        read_bench(replace(arguments, table=file), Mapping(4, 0, 4))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_a_ranks_columns_of_the_vocabulary_are_a_vocabulary(size: int) -> None:
-    """The engine without communication puts out these alone."""
-    config = read_bench(TraceArguments("llama-3.3-70b", 2), Mapping(size, 0, size)).engines.config
-    columns = config.local(size).vocab_size
-    assert config.model_copy(update={"vocab_size": columns}).local(size).padded_vocab_size == columns
-
-
-def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, message in (
-        (["--chunks", "1,x"], "--chunks: '1,x' is no list of numbers"),
-        (["--chunks", "1024,32"], "--chunks: max_num_tokens 32 is less than max_batch_size 64"),
-        (["--chunks", "512"], "--chunks: no step of up to 512 tokens is split"),
-        (["--max-batch-size", "2048"], "--chunks: max_num_tokens 1024 is less than max_batch_size 2048"),
-        (["--ctas", "7"], "bench trace: ctas"),
-        (["--preset", "nothing"], "preset: no preset called 'nothing'"),
-        (["--preset", "llama-2-7b"], "--preset: a request has 8192 tokens, the model 4096 positions"),
-        (["--engines", "woven"], "--engines: woven is no list with stock in it"),
-        (["--table", "nope.json"], "nope.json: cannot be read"),
-        (["--layers", "81"], "--layers: 81, but the model has 80"),
-        (["--requests", "0"], "'--requests'"),
-        (["--rounds", "0"], "'--rounds'"),
-        (["--seed", "-1"], "'--seed'"),
-        (["-o", "/nowhere/x.json"], "/nowhere/x.json: the folder /nowhere does not exist"),
-    ):
-        assert main(["bench", "trace", *words, "--json"]) == 2
-        error = json.loads(capsys.readouterr().out)["error"]
-        assert message in f"{error['where']}: {error['what']}"
-
-
-def test_steps_that_are_never_split_need_no_table_that_splits() -> None:
-    check_arguments(TraceArguments("llama-3.3-70b", 8, chunks=(512,), engines=("stock", "fuse_only")))

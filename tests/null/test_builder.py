@@ -457,8 +457,7 @@ def build_ranks(
         if rank == failing:
             raise UserError("does not fit", where="profile")
         time.sleep(takes)
-        if folder.is_dir():
-            cache.write_bytes(known[::-1] if known and given == known else bytes([200, rank]))
+        cache.write_bytes(known[::-1] if known and given == known else bytes([200, rank]))
         return f"plan {rank}"
 
     def job(comm: LocalComm) -> Any:
@@ -513,10 +512,25 @@ def test_ranks_need_a_timing_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_timings_of_rank_0_that_cannot_be_read_stop_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors, order = build_ranks(tmp_path / "gone", monkeypatch)
-    assert len(set(errors)) == 1
-    assert errors[0].startswith("rank 0: [Errno 2] No such file")
-    assert len(order) == 1
+    def refused(_path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "0.cache").write_bytes(b"whole")
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    errors, order = build_ranks(tmp_path, monkeypatch)
+    assert errors == [errors[0]] * 3
+    assert errors[0].startswith(f"rank 0, {tmp_path / '0.cache'}: cannot be read: Permission denied. Fix: ")
+    assert not order
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_timing_cache_that_cannot_be_written_stops_all_before_rank_0_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    (tmp_path / f"{rank}.cache").mkdir()
+    errors, order = build_ranks(tmp_path, monkeypatch)
+    assert errors == [f"rank {rank}, {tmp_path / f'{rank}.cache'}: is a folder. Fix: give the name of a file"] * 3
+    assert not order
 
 
 def test_ranks_wait_for_a_build_longer_than_for_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

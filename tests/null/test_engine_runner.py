@@ -307,6 +307,28 @@ def test_steps_of_generation_rows_run_in_the_profile_that_is_made_for_them(ranks
         assert {count <= 4 for count in counts} == {True, False}
 
 
+def test_profiles_share_the_symmetric_memory_that_an_engine_asks_for_once(ranks: Ranks) -> None:
+    asked: list[int] = []
+
+    def tensor_memory(_device: int, num_bytes: int) -> int:
+        asked.append(num_bytes)
+        return 4096
+
+    ranks.plugins.tensor_memory = tensor_memory
+    with closing(Pair(ranks, profiles=2)) as pair:
+        for step in pair.steps:
+            assert [(c.address, c.num_bytes) for c in step.contexts] == [(4096, 1000), (4096, 500)]
+            assert [context.profile for context in fake(step).contexts] == [0, 1]
+    assert asked == [1000, 1000]
+
+
+def test_a_profile_that_needs_more_than_it_shares_is_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeDecoder, "get_device_memory_size_for_profile_v2", lambda _, index: 1000 + index)
+    with pytest.raises(TokenWeaveError, match="rank 0: profile 1 needs 1001 bytes of activations, and shares 1000"):
+        Pair(ranks, profiles=2)
+    Pair(ranks, "stock", profiles=2).close()  # memory of their own
+
+
 def test_every_profile_has_the_memory_that_it_needs(ranks: Ranks) -> None:
     with ranks.step(mode="stock", profiles=2) as step:
         generate(step, [[3]])

@@ -96,8 +96,44 @@ def test_speed_up_is_stock_over_each_variant(axes: Axes) -> None:
 @pytest.mark.parametrize("by", ["ctas", "offset"])
 def test_the_sweep_is_over_its_best(axes: Axes, by: str) -> None:
     sweep = [{"num_tokens": 64, by: n, "gemm_sms": 0, "woven_trt_ms": ms} for n, ms in ((8, 3.0), (4, 2.0))]
-    tune_plots.draw_sweep({"sweep": sweep})
+    tune_plots.draw_sweep(sweep, by)
     assert axes.lines["64"] == ([4, 8], [1.0, 1.5])
+
+
+def test_a_sweep_of_ctas_and_offsets_is_two_pictures(axes: Axes) -> None:
+    """As `bench e2e` tries them: CTAs at the even split, then offsets with the best, beside the even split again."""
+    tried = {64: [(0, 8, 4.0), (0, 4, 5.0), (0, 8, 4.4), (128, 8, 4.0)], 32: [(0, 4, 2.0), (0, 8, 3.0), (0, 4, 2.0)]}
+    tried[32].append((128, 4, 3.0))
+    sweep = [
+        {"num_tokens": n, "offset": offset, "ctas": ctas, "woven_ms": ms}
+        for n, rows in tried.items()
+        for offset, ctas, ms in rows
+    ]
+    drawn: dict[str, Any] = {}
+    pictures = []
+    for rows in (sweep, sweep[:2], [row for row in sweep if row["ctas"] == 8]):
+        axes.lines.clear()
+        pictures.append(list(tune_plots.sweep_pictures(rows)))
+        drawn[str(len(rows))] = dict(axes.lines)
+    assert pictures == [["ctas", "offsets"], ["ctas"], ["offsets"]]
+    # The offsets' picture, drawn last, and that of CTAs alone.
+    assert drawn["8"] == {"64": ([0, 128], [1.1, 1.0]), "32": ([0, 128], [1.0, 1.5])}
+    assert drawn["2"] == {"64": ([4, 8], [1.25, 1.0])}
+
+
+def test_every_variant_of_a_row_is_drawn(axes: Axes) -> None:
+    names = (
+        "peer",
+        "fuse_only",
+        "even_split",
+        "tuned_split",
+        "whole_attention_even",
+        "whole_attention_tuned",
+        "no_comm",
+    )
+    row = {"num_tokens": 64, "stock_ms": 2.0, **{f"{name}_ms": 1.0 for name in names}}
+    tune_plots.draw_speed_up({"rows": [row]}, "graph")
+    assert len(axes.lines) == len(names)
 
 
 def test_choices_and_ctas_of_a_check(axes: Axes) -> None:

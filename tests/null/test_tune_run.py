@@ -1,9 +1,8 @@
-"""What the tuner does around the search: its runner on a stand-in for CUDA, its files, its ranks, its command."""
+"""The tuner's runner, on a stand-in for CUDA."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,25 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_gpu import FakeRuntime, fake_tensorrt, install_cuda, install_tensorrt
+from support.fake_gpu import FakeRuntime, install_cuda
 from support.models import small
-from support.tuning import FakeRunner, bowl
 
 from trtllm_tokenweave.bench.stack_network import BATCH_INPUT, Stack
 from trtllm_tokenweave.comm import CommBackend, LocalComm, SingleComm, run_ranks
 from trtllm_tokenweave.device import CudaError, cudart
 from trtllm_tokenweave.engine_context import Bindings
-from trtllm_tokenweave.errors import TokenWeaveError, UserError
+from trtllm_tokenweave.errors import TokenWeaveError
 from trtllm_tokenweave.mapping import Mapping
-from trtllm_tokenweave.model_config import preset
 from trtllm_tokenweave.passes import WeaveOptions
-from trtllm_tokenweave.table import TuningTable, load_table
+from trtllm_tokenweave.table import TuningTable
 from trtllm_tokenweave.tune import engine as engine_module
-from trtllm_tokenweave.tune import run as run_module
 from trtllm_tokenweave.tune.candidates import Candidate, Space
 from trtllm_tokenweave.tune.engine import PREFIX_INPUT, GpuRunner, TuningEngine, steps_of
-from trtllm_tokenweave.tune.run import TuneArguments, run_tune
-from trtllm_tokenweave.tune.store import partial_file
 from trtllm_tokenweave.waves import table_key
 
 CONFIG = small()
@@ -56,9 +50,6 @@ class EventRuntime(FakeRuntime):
 
     def cudaEventElapsedTime(self, start: int, end: int) -> Any:  # noqa: N802
         return 0, float(self.marks[end] - self.marks[start])
-
-    def cudaGetDeviceProperties(self, index: int) -> Any:  # noqa: ARG002, N802
-        return 0, SimpleNamespace(name=b"Test GPU", major=9, minor=0, multiProcessorCount=132)
 
 
 class StepContext:
@@ -265,192 +256,3 @@ def test_runner_gives_everything_back(runner: GpuRunner, cuda: EventRuntime) -> 
     assert runner.context.closed  # type: ignore[attr-defined]
     with pytest.raises(CudaError), runner:
         pass
-
-
-# ---- the command's run
-
-
-class Counting:
-    """The plugin library, as far as a run asks for it."""
-
-    def reset_counters(self) -> None:
-        """Count from zero."""
-
-    def counters(self) -> dict[str, int]:
-        return {"overlapped": 1}
-
-
-class SessionRunner(FakeRunner):
-    """A fake runner in the GPU's place."""
-
-    checks = ("chain order: ok",)
-    symmetric = True
-
-    def __enter__(self) -> SessionRunner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to give back."""
-
-
-@pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch, cuda: EventRuntime) -> Any:
-    """Runs the command's work on two threads; returns what they gave, and notes the runners."""
-    install_tensorrt(monkeypatch, fake_tensorrt())
-    monkeypatch.setattr(run_module, "plugin_library", Counting)
-    monkeypatch.setattr(run_module, "use_device", lambda _: None)
-    runners: list[SessionRunner] = []
-
-    found = SimpleNamespace(runners=runners, fails=lambda _: None)
-
-    def make(_engine: TuningEngine, comm: CommBackend, cache: Path) -> SessionRunner:
-        cache.write_bytes(b"timings")
-        runners.append(SessionRunner(bowl, fails=found.fails if comm.rank == 1 else lambda _: None))
-        return runners[-1]
-
-    monkeypatch.setattr(run_module, "GpuRunner", make)
-
-    def go(arguments: TuneArguments) -> list[Any]:
-        runners.clear()
-        return run_ranks([partial(one, arguments, comm) for comm in LocalComm.group(2)])
-
-    def one(arguments: TuneArguments, comm: CommBackend) -> Any:
-        return run_module._Session(arguments, comm, 0.0).run()
-
-    found.go = go
-    return found
-
-
-def arguments(folder: Path, **fields: Any) -> TuneArguments:
-    values: dict[str, Any] = {
-        "model": "llama-3.3-70b",
-        "config": preset("llama-3.3-70b"),
-        "layers": 2,
-        "keys": 2048,
-        "counts": (1024, 2048),
-        "space": Space(),
-        "output": folder / "table.json",
-        "budget_seconds": 1e9,
-    }
-    return TuneArguments(**(values | fields))
-
-
-def test_a_run_writes_the_table_and_what_it_was_made_from(session: Any, tmp_path: Path) -> None:
-    first, second = session.go(arguments(tmp_path))
-    assert second is None
-    assert first["written"] == [str(tmp_path / "table.json"), str(tmp_path / "table.measurements.json")]
-    table = load_table(tmp_path / "table.json")
-    assert table.key.gpu == "Test GPU"
-    measured = table.source.measured
-    assert measured is not None
-    assert (measured.gpu, measured.tensorrt, measured.tp_size, measured.layers) == ("Test GPU", "10.6.0", 2, 2)
-    assert measured.gemms["attention.qkv"] == (5120, 8192)
-    beside = json.loads((tmp_path / "table.measurements.json").read_text())
-    assert beside["table_sha256"] == table.sha256
-    assert [bucket["num_tokens"] for bucket in beside["buckets"]] == [1024, 2048]
-    assert not partial_file(tmp_path / "table.json").exists()
-
-
-def test_one_run_can_tune_and_check(session: Any, tmp_path: Path) -> None:
-    check, jitter = tmp_path / "check.json", tmp_path / "jitter.json"
-    fields = {"check": check, "held_out": (1400, 2000), "jitter": jitter, "jitter_counts": (1024, 1088)}
-    session.go(arguments(tmp_path, **fields))
-    document = json.loads(check.read_text())
-    assert document["gpu_seconds"] > 0
-    for row in document["held_out"]:
-        assert row["best_ms"] <= row["chosen_ms"] <= 1.02 * row["best_ms"]
-        assert row["chosen_ms"] <= row["fuse_only_ms"]
-        assert set(row["by_ctas"]) == {str(n) for n in Space().ctas}
-        assert min(row["by_ctas"].values()) == min(row["by_offset"].values())
-    assert [row["num_tokens"] for row in document["held_out"]] == [1400, 2000]
-    for row in json.loads(jitter.read_text())["jitter"]:
-        assert row["tuned_ms"] <= row["even_ms"]
-    # The table by itself again, with its seconds from the file beside it.
-    check.unlink()
-    session.go(arguments(tmp_path, output=None, table=tmp_path / "table.json", check=check, held_out=(1400,)))
-    again = json.loads(check.read_text())
-    assert again["table_sha256"] == document["table_sha256"]
-    assert again["gpu_seconds"] == document["gpu_seconds"]
-
-
-def test_a_run_goes_on_where_one_was_killed(session: Any, tmp_path: Path) -> None:
-    def die(number: int) -> None:
-        if number == 100:
-            raise TokenWeaveError("killed")
-
-    session.fails = die
-    with pytest.raises(TokenWeaveError, match="killed"):
-        session.go(arguments(tmp_path))
-    partial = partial_file(tmp_path / "table.json")
-    # Two real seconds have not passed; a bucket that was done is there all the same.
-    session.fails = lambda _: None
-    if partial.exists():
-        with pytest.raises(UserError, match="was begun with layers 2, and this run has 3"):
-            session.go(arguments(tmp_path, layers=3))
-        session.go(arguments(tmp_path, layers=3, restart=True))
-    session.go(arguments(tmp_path))
-    assert load_table(tmp_path / "table.json").rows
-
-
-def test_a_table_of_another_machine_is_not_checked(session: Any, tmp_path: Path) -> None:
-    session.go(arguments(tmp_path))
-    table = load_table(tmp_path / "table.json")
-    measured = table.source.measured
-    assert measured is not None
-    for field, value in (("tensorrt", "10.7.0"), ("library", "0.0.1"), ("gpu", "Other GPU")):
-        source = table.source.model_copy(update={"measured": measured.model_copy(update={field: value})})
-        table.model_copy(update={"source": source}).save(tmp_path / "other.json")
-        given = arguments(tmp_path, output=None, table=tmp_path / "other.json", check=tmp_path / "c.json")
-        with pytest.raises(UserError, match=f"measured with {field} {value}"):
-            session.go(given)
-
-
-def test_a_table_is_checked_with_the_gemms_that_it_was_measured_with(session: Any, tmp_path: Path) -> None:
-    session.go(arguments(tmp_path, gemm="trt"))
-    fields = {"output": None, "table": tmp_path / "table.json", "check": tmp_path / "c.json", "held_out": (1400,)}
-    with pytest.raises(UserError, match="measured with other GEMMs than budget") as raised:
-        session.go(arguments(tmp_path, gemm="budget", **fields))
-    assert raised.value.fix == "give --gemm trt"
-    session.go(arguments(tmp_path, gemm="trt", **fields))
-
-
-def test_a_damaged_file_beside_the_table_is_one_error_on_all_ranks(session: Any, tmp_path: Path) -> None:
-    session.go(arguments(tmp_path))
-    given = arguments(
-        tmp_path, output=None, table=tmp_path / "table.json", check=tmp_path / "c.json", held_out=(1400,), gemm="trt"
-    )
-    (tmp_path / "table.measurements.json").write_text("{")
-    with pytest.raises(UserError, match="is not JSON"):
-        session.go(given)
-    (tmp_path / "table.measurements.json").write_text("[]")
-    session.go(given)
-    assert "gpu_seconds" not in json.loads((tmp_path / "c.json").read_text())
-
-
-def test_a_check_that_is_cut_short_leaves_what_it_has(session: Any, tmp_path: Path) -> None:
-    session.go(arguments(tmp_path))
-    check = tmp_path / "c.json"
-    given = arguments(tmp_path, output=None, table=tmp_path / "table.json", check=check, held_out=(1400, 2000))
-
-    def die(_number: int) -> None:
-        if check.exists():
-            raise TokenWeaveError("killed")
-
-    session.fails = die
-    with pytest.raises(TokenWeaveError, match="killed"):
-        session.go(given)
-    assert [row["num_tokens"] for row in json.loads(check.read_text())["held_out"]] == [1400]
-
-
-def test_usual_counts_beyond_the_engine_are_not_checked(session: Any, tmp_path: Path) -> None:
-    session.go(arguments(tmp_path, check=tmp_path / "c.json"))
-    rows = json.loads((tmp_path / "c.json").read_text())["held_out"]
-    assert [row["num_tokens"] for row in rows] == [1088, 1400, 1856]
-    with pytest.raises(UserError, match="a row for none of the usual counts"):
-        session.go(arguments(tmp_path, counts=(1024,), output=tmp_path / "one.json", check=tmp_path / "c.json"))
-
-
-def test_one_rank_alone_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="one rank") as raised:
-        run_tune(arguments(tmp_path))
-    assert "mpirun" in raised.value.fix

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from support.models import small
 from trtllm_tokenweave.bench.e2e import E2eBench
-from trtllm_tokenweave.bench.trace import Request, Trace
+from trtllm_tokenweave.bench.trace import Request, Trace, TraceStep
 from trtllm_tokenweave.bench.trace_measure import TraceBench
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.passes import WeaveOptions
@@ -27,3 +28,9 @@ def bench(rank: int = 0, tp_size: int = 2, **fields: Any) -> TraceBench:
     variants = fields.pop("variants", ("stock", "fuse_only", "woven", "no_comm"))
     engines = E2eBench(CONFIG, weave, variants=variants, max_seq_len=103, multiple_profiles=True)
     return replace(TraceBench(engines, TRACE, (BUDGET,), tuned=True, rounds=3), **fields)
+
+
+def sized(num_tokens: int, batch: int = 3) -> TraceStep:
+    """A step of which nothing but its size is known."""
+    record = SimpleNamespace(num_tokens=num_tokens, batch=batch, num_contexts=1)
+    return cast("TraceStep", SimpleNamespace(record=record))

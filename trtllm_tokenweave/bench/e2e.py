@@ -52,7 +52,8 @@ PREFIX_INPUT = "prefix_tokens"
 SWEEP_ROUNDS = 3
 PEER = (
     "stock with the fastest all-reduce but ours (bench kernel, from 1024 tokens on): NCCL in registered windows "
-    "(AllReduce's strategy NCCL_SYMMETRIC), into which the input is copied, then one kernel for add and norm"
+    "(AllReduce's strategy NCCL_SYMMETRIC), into which the input is copied; then, in dense models, one kernel for add "
+    "and norm"
 )
 
 
@@ -199,7 +200,7 @@ class E2eRunner(RankTimer):
         self.ids = np.random.default_rng(bench.seed).integers(0, bench.config.vocab_size, limits.max_num_tokens)
         self.counts = DeviceArray((limits.max_num_tokens,), np.int32)
         self.counts.fill(0)
-        self._inputs: dict[int, dict[str, Binding]] = {}
+        self._inputs: dict[tuple[int, bool], dict[str, Binding]] = {}
         self.engines: dict[Variant, Running] = {}
         for variant in bench.variants:
             plain = self.engines.get("fuse_only") if variant in ("woven", "whole") else None
@@ -217,22 +218,24 @@ class E2eRunner(RankTimer):
         columns = local.vocab_size if variant == "no_comm" else local.padded_vocab_size
         return DeviceArray((1, columns), np.float32)
 
-    def inputs(self, num_tokens: int) -> dict[str, Binding]:
-        """A step that prefills a sequence of so many tokens."""
-        if num_tokens not in self._inputs:
-            tokens = tuple(int(t) for t in self.ids[:num_tokens])
+    def inputs(self, num_tokens: int, *, other: bool = False) -> dict[str, Binding]:
+        """A step that prefills a sequence of so many tokens; ``other``: of other ones."""
+        key = num_tokens, other
+        if key not in self._inputs:
+            ids = self.ids[::-1] if other else self.ids
+            tokens = tuple(int(t) for t in ids[:num_tokens])
             step = SequenceStep(0, tokens, 0, num_tokens, is_context=True)
             layout = StepLayout(self.pool, self.blocks, self.bench.limits.max_seq_len, self.comm.size)
-            self._inputs[num_tokens] = {
+            self._inputs[key] = {
                 name: Binding.on_host(x) if is_host(name) else Binding.device(DeviceArray.from_numpy(x))
                 for name, x in step_inputs([step], layout).items()
             }
-        return self._inputs[num_tokens]
+        return self._inputs[key]
 
-    def bindings(self, run: Run, num_tokens: int) -> tuple[Bindings, Bindings]:
-        """Inputs and outputs of a run's engine."""
+    def bindings(self, run: Run, num_tokens: int, *, other: bool = False) -> tuple[Bindings, Bindings]:
+        """Inputs and outputs of a run's engine; ``other``: as of :meth:`inputs`."""
         names = {spec.name for spec in self.engines[run.variant].context.engine.manifest.tensors}
-        inputs = {name: b for name, b in self.inputs(num_tokens).items() if name in names}
+        inputs = {name: b for name, b in self.inputs(num_tokens, other=other).items() if name in names}
         if run.split is not None:
             inputs[PREFIX_INPUT] = Binding(self.counts.address, (run.split.prefix,))
         return inputs, {"logits": Binding.device(self._outputs[run.variant])}
@@ -269,13 +272,21 @@ class E2eRunner(RankTimer):
         """:meth:`prepare` on all ranks; where one cannot, all raise its error."""
         return on_all_ranks(self.comm, "preparing a step", lambda: self.prepare(run, num_tokens, mode))
 
+    def step_on_other_tokens(self, run: Run, num_tokens: int) -> None:
+        """Leave other values wherever a step has some: what it fails to compute would else look right."""
+        self.override(run)
+        self.engines[run.variant].context.step(*self.bindings(run, num_tokens, other=True), self.stream)
+        self.stream.synchronize()
+        self._outputs[run.variant].fill(0xFF)
+
     def logits(self, run: Run, num_tokens: int, mode: Mode) -> Array:
-        """What an engine puts out; the output is poisoned before."""
-        output = self._outputs[run.variant]
-        output.fill(0xFF)
+        """What an engine puts out, after a step on other tokens."""
+        if mode == "graph":
+            self.prepare_all(run, num_tokens, mode)  # its capture runs the step, too
+        on_all_ranks(self.comm, "a step on other tokens", lambda: self.step_on_other_tokens(run, num_tokens))
         self.prepare_all(run, num_tokens, mode)()
         self.stream.synchronize()
-        return output.to_numpy()
+        return self._outputs[run.variant].to_numpy()
 
     def verify(self, runs: dict[str, Run], num_tokens: int, mode: Mode) -> dict[str, float]:
         """Relative errors of the logits against the stock engine's, the worst over ranks.
@@ -300,10 +311,14 @@ class E2eRunner(RankTimer):
         return {name: gpu for name, (gpu, _) in self.time_steps(makers, num_tokens, rounds).items()}
 
     def sweep(self, num_tokens: int, splits: Sequence[Split]) -> tuple[Split, list[dict[str, Any]]]:
-        """The fastest of some splits, and the milliseconds of each (eager)."""
-        runs = {str(index): Run("woven", split) for index, split in enumerate(splits)}
-        times = list(self.time_runs(runs, num_tokens, "eager", SWEEP_ROUNDS).values())
+        """The fastest of some splits, and the milliseconds of each (eager); each is verified first."""
         even = self.bench.even(num_tokens)
+        runs = {
+            f"split {index} (+{split.prefix - even}, {split.ctas} CTAs)": Run("woven", split)
+            for index, split in enumerate(splits)
+        }
+        self.verify({"stock": Run("stock"), **runs}, num_tokens, "eager")
+        times = list(self.time_runs(runs, num_tokens, "eager", SWEEP_ROUNDS).values())
         rows = [
             {"num_tokens": num_tokens, "offset": split.prefix - even, "ctas": split.ctas, "woven_ms": time}
             for split, time in zip(splits, times, strict=True)

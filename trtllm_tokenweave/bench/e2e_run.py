@@ -8,7 +8,7 @@ from typing import Any
 
 from trtllm_tokenweave.bench.e2e import VARIANTS, E2eBench, Variant, measure_e2e
 from trtllm_tokenweave.comm import CommBackend, MpiComm
-from trtllm_tokenweave.config import Launcher, read_environment
+from trtllm_tokenweave.config import Launcher, prepare_benchmark, read_environment
 from trtllm_tokenweave.decoder import check_attention, check_table, register_decoder_plugins
 from trtllm_tokenweave.device import Gpu, current_gpu, use_device
 from trtllm_tokenweave.errors import UserError
@@ -130,8 +130,10 @@ def start_benchmark(launcher: Launcher, timing_cache: Path | None) -> tuple[Comm
     """Meet the other ranks, with plugins registered and the folder of timings made.
 
     Raises:
-        UserError: there is no GPU for this rank, or no library.
+        UserError: there is no GPU for this rank, or no library, or the environment replaces the launches.
     """
+    read_environment().check_launch()
+    prepare_benchmark()
     gpu = current_gpu()
     comm = MpiComm()
     use_device(comm.rank)

@@ -24,6 +24,7 @@ _ENGINES = {
 
 _E2E = {
     "stock_ms": "stock",
+    "peer_ms": "stock with the fastest other all-reduce",
     "fuse_only_ms": "fuse only",
     "even_split_ms": "even split",
     "tuned_split_ms": "split of the table, or best of those tried",
@@ -158,7 +159,11 @@ def e2e_markdown(document: Mapping[str, Any]) -> str:
     """The steps of `bench e2e` as a table for the documentation."""
     rows = document["rows"]
     lines = [("ms a step", [f"{r['num_tokens']}, {r['mode']}" for r in rows])]
-    lines += [(title, [f"{r[column]:.2f}" for r in rows]) for column, title in _E2E.items() if column in rows[0]]
+    measured = {column: title for column, title in _E2E.items() if rows[0].get(column) is not None}
+    lines += [(title, [f"{r[column]:.2f}" for r in rows]) for column, title in measured.items()]
+    for column, title in (("ctas_even", "even split"), ("ctas_tuned", "split of the table, or best of those tried")):
+        if column in rows[0]:
+            lines.append((f"CTAs: {title}", [str(r[column] or "the table's") for r in rows]))
     lines.append(("stock / even split", [f"{r['stock_ms'] / r['even_split_ms']:.3f}" for r in rows]))
     for title, column in (("no communication", "no_comm_ms"), ("fuse only", "fuse_only_ms")):
         lines.append((f"even split, over {title}", [_over(r["even_split_ms"], r[column]) for r in rows]))

@@ -11,7 +11,7 @@ from trtllm_tokenweave.bench.kernel import command, machine
 from trtllm_tokenweave.bench.stack import StackBench, measure_stack
 from trtllm_tokenweave.bench.stack_network import Gemm, Stack
 from trtllm_tokenweave.comm import CommBackend, MpiComm
-from trtllm_tokenweave.config import read_environment
+from trtllm_tokenweave.config import prepare_benchmark, read_environment
 from trtllm_tokenweave.device import Gpu, current_gpu, use_device
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import preset
@@ -53,6 +53,7 @@ def run_stack(arguments: StackArguments) -> dict[str, Any] | None:
     launcher = read_environment().needed_ranks("bench stack")
     config = preset(arguments.preset).model_copy(update={"num_hidden_layers": arguments.layers})
     config.local(launcher.size)
+    prepare_benchmark()
     gpu = current_gpu()
     table = default_table(table_key(config, launcher.size)).model_copy(update={"rows": (arguments.row,)})
     said = f"table: one row, offset {arguments.row.split_offset}, {arguments.row.attention.ctas} CTAs"

@@ -7,8 +7,12 @@ distribution goes through the published median and 90th percentile, so that its 
 
 n requests take the quantiles (k + 1/2) / n, for k from 0 to n - 1, prompts and outputs shuffled apart by the seed: so a
 trace of a few dozen requests has the published statistics too. As there, no request holds more than `MAX_TOKENS`
-tokens: prompts are cut to what their output leaves. With this cut the standard deviation of prompts, which nothing is
-fitted to, comes out as 2.0 thousand tokens; 2088 is published.
+tokens: prompts are cut to what their output leaves.
+
+What nothing is fitted to is compared with the lengths that the authors publish (microsoft/sarathi-serve,
+data/processed_traces/sharegpt_8k_filtered_stats_llama2_tokenizer.csv), 60 requests here and all of theirs: means of
+prompts 2416 and 2340 and of outputs 479 and 439, standard deviations 2024 and 2089, and 271 and 266, longest outputs
+1529 and 1024. Prompts and outputs correlate by 0.04 there; here they are shuffled apart.
 """
 
 from __future__ import annotations

@@ -120,18 +120,17 @@ class TraceBench:
         return {name: column for name, column in wanted.items() if self.tuned or column.splits is not table}
 
 
-def given(step: TraceStep, pool: CachePool, prefix: int | None, number: int) -> StepInputs:
+def given(step: TraceStep, pool: CachePool, prefix: int | None, number: int | None) -> StepInputs:
     """The inputs of a step for one engine.
 
     Args:
         step: The step.
         pool: The engine's KV cache.
         prefix: See `Column.prefix`.
-        number: Of the pass through the trace. It stands in a knob that no plugin reads, where prompts are read: no
-            server meets the same chunks twice, so no graph may serve them in the next pass.
+        number: Stands in a knob that no plugin reads: a graph serves steps of one number only. None: as it was.
     """
     inputs = step.inputs | {"host_kv_cache_pool_pointers": pool.pointers}
-    if step.record.num_contexts:
+    if number is not None:
         knobs = inputs["host_runtime_perf_knobs"].copy()
         knobs[-1] = number
         inputs["host_runtime_perf_knobs"] = knobs
@@ -167,6 +166,22 @@ class TraceRunner(RankReporter):
         self._passes += 1
         plugin_library().override_launch(column.launch)
 
+    def _variation(self, name: str, step: TraceStep) -> tuple[int | None, int | None]:
+        """Prefix half of a step and the number of its graphs, see `given`.
+
+        No server meets the same chunks twice, so that no graph may serve them in the next pass. And graphs keep the
+        launch that they were captured with, so that columns of one engine share those of steps that are not split only.
+        """
+        prefix = self.columns[name].prefix(step)
+        if step.record.num_contexts:
+            return prefix, self._passes
+        split = prefix is not None and prefix < step.record.num_tokens
+        return prefix, -2 - list(self.columns).index(name) if split else None
+
+    def _inputs(self, name: str, step: TraceStep) -> StepInputs:
+        """The inputs of a column's step."""
+        return given(step, self.engines[self.columns[name].variant].pool, *self._variation(name, step))
+
     def rehearse(self, name: str, schedule: Schedule) -> list[Array]:
         """Run the steps until all prompts are read, and let graphs be made for those that read none.
 
@@ -181,13 +196,15 @@ class TraceRunner(RankReporter):
         compared = set(reading[:: ceil_div(len(reading), COMPARED)])
         logits = []
         for index, step in enumerate(loaded):
-            found = engine([given(step, engine.pool, column.prefix(step), self._passes)])
+            found = engine([self._inputs(name, step)])
             if index in compared:
                 logits.append(found.copy())
         recurring = schedule.recurring(self.bench.engines.limits.max_seq_len)
-        engine.graphs.capacity = max(engine.graphs.capacity, len(recurring))
+        columns = [other for other, each in self.columns.items() if each.variant == column.variant]
+        graphs = sum(len({self._variation(other, step) for other in columns}) for step in recurring)
+        engine.graphs.capacity = max(engine.graphs.capacity, graphs)
         for step in recurring:
-            inputs = given(step, engine.pool, column.prefix(step), self._passes)
+            inputs = self._inputs(name, step)
             for _ in range(2):
                 engine([inputs])
         return logits
@@ -217,7 +234,7 @@ class TraceRunner(RankReporter):
         column = self.columns[name]
         engine = self.engines[column.variant]
         self._begin(column)
-        prepared = [given(step, engine.pool, column.prefix(step), self._passes) for step in schedule.steps]
+        prepared = [self._inputs(name, step) for step in schedule.steps]
 
         def run() -> tuple[dict[str, float], Array]:
             times: dict[str, float] = dict.fromkeys(KINDS, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import TYPE_CHECKING, Any
 
 from trtllm_tokenweave.picture import Picture, drawing_style, save_figure
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Document = Mapping[str, Any]
-_COLORS = ("#2f6db5", "#d9772b", "#8a3ea8", "#3b8f4d", "#b03a48", "#5f6b7a")
+_COLORS = ("#2f6db5", "#d9772b", "#8a3ea8", "#3b8f4d", "#b03a48", "#c2a12c", "#5f6b7a")
 _TITLES = {
     "stock": "stock",
     "fuse_only": "fuse only",
@@ -213,7 +213,7 @@ def draw_speed_up(document: Document, mode: str, words: str = "tokens of the ste
 
     def draw(axes: Axes) -> None:
         axes.axhline(1, color=_COLORS[-1], lw=1, label="stock")
-        for (title, points), color in zip(curves.items(), _COLORS, strict=False):
+        for (title, points), color in zip(curves.items(), cycle(_COLORS[:-1]), strict=False):
             line = "--" if title == _TITLES["no_comm"] else "o-"
             axes.plot([n for n, _ in points], [s for _, s in points], line, color=color, label=title)
         counts = sorted({row["num_tokens"] for row in rows})
@@ -244,29 +244,44 @@ def stack_pictures(document: Document) -> dict[str, Picture]:
     """Pictures of `bench stack` or `bench e2e`, by name: speed-up in each mode, and the sweep of CTAs or of offsets."""
     modes = dict.fromkeys(row.get("mode", "steps") for row in document["rows"])
     found = {f"speed_up_{mode}": draw_speed_up(document, mode) for mode in modes}
-    if document.get("sweep"):
-        found["ctas" if "ctas" in document["sweep"][0] else "offsets"] = draw_sweep(document)
+    return found | (sweep_pictures(document["sweep"]) if document.get("sweep") else {})
+
+
+def sweep_pictures(sweep: Sequence[Document]) -> dict[str, Picture]:
+    """Pictures of what was tried, by name.
+
+    `bench stack` tries CTAs. `bench e2e` tries CTAs at the even split, where it has several, then offsets with the best
+    of them, the even split once more: each picture holds what was measured side by side.
+    """
+    if "offset" not in sweep[0]:
+        return {"ctas": draw_sweep(sweep, "ctas")}
+    used = {row["num_tokens"]: row.get("ctas") for row in sweep}
+    ctas = [row for row in reversed(sweep) if not row["offset"] and "ctas" in row]
+    offsets = [row for row in sweep if row.get("ctas") == used[row["num_tokens"]]]
+    found = {"ctas": draw_sweep(ctas, "ctas")} if len({row["ctas"] for row in ctas}) > 1 else {}
+    if any(row["offset"] for row in offsets):
+        found["offsets"] = draw_sweep(offsets, "offset")
     return found
 
 
-def draw_sweep(document: Document) -> Picture:
-    """Time of the fastest woven engine over the best, by tokens: by CTAs (`bench stack`) or offsets (`bench e2e`)."""
-    sweep = document["sweep"]
-    x, words = ("ctas", "CTAs of the collectives") if "ctas" in sweep[0] else ("offset", "offset of the split, tokens")
+def draw_sweep(sweep: Sequence[Document], x: str) -> Picture:
+    """Time of the fastest woven engine over the best by ``x`` (ctas or offset), by tokens; the last row of a point."""
     columns = [name for name in sweep[0] if name.endswith("_ms")]
     column = min(columns, key=lambda name: min(float(row[name]) for row in sweep))
 
     def draw(axes: Axes) -> None:
-        for tokens, color in zip(sorted({r["num_tokens"] for r in sweep}), _COLORS, strict=False):
-            points = sorted((r[x], r[column]) for r in sweep if r["num_tokens"] == tokens)
+        for tokens, color in zip(sorted({r["num_tokens"] for r in sweep}), cycle(_COLORS), strict=False):
+            points = sorted({r[x]: r[column] for r in sweep if r["num_tokens"] == tokens}.items())
             least = min(ms for _, ms in points)
             axes.plot([n for n, _ in points], [ms / least for _, ms in points], "o-", color=color, label=f"{tokens}")
+        words = "CTAs of the collectives" if x == "ctas" else "offset of the split, tokens"
         _finish(axes, words, "time over the best")
 
     if x == "offset":
         return _figure("Time of the woven step by offset, by tokens", draw, "Time by offsets of the split.")
-    title = f"CTA sensitivity of {column.removesuffix('_ms').replace('_', ', ')} GEMMs, by tokens"
-    return _figure(title, draw, "Time by CTAs of the collectives.")
+    gemms = column.removesuffix("_ms").replace("_", ", ")
+    of = "the even split" if gemms == "woven" else f"{gemms} GEMMs"
+    return _figure(f"CTA sensitivity of {of}, by tokens", draw, "Time by CTAs of the collectives.")
 
 
 def pictures_of(document: Document) -> dict[str, Picture]:

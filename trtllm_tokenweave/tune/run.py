@@ -17,7 +17,7 @@ from trtllm_tokenweave.agreement import gather_json, on_all_ranks
 from trtllm_tokenweave.atomic import check_target, replace_file
 from trtllm_tokenweave.bench.stack_network import Gemm, Stack
 from trtllm_tokenweave.comm import CommBackend, MpiComm
-from trtllm_tokenweave.config import LAUNCH, read_environment
+from trtllm_tokenweave.config import read_environment
 from trtllm_tokenweave.device import call, current_gpu, use_device
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.manifest import sha256
@@ -32,7 +32,7 @@ from trtllm_tokenweave.table.shipped import MEASUREMENTS, choose_table, this_mac
 from trtllm_tokenweave.tensorrt_module import tensorrt
 from trtllm_tokenweave.tune.candidates import Launches, Space
 from trtllm_tokenweave.tune.check import HELD_OUT, held_out, jitter
-from trtllm_tokenweave.tune.engine import PREFIX_INPUT, GpuRunner, Mode, TuningEngine
+from trtllm_tokenweave.tune.engine import PREFIX_INPUT, GpuRunner, Mode, TuningEngine, steps_of
 from trtllm_tokenweave.tune.measure import Run
 from trtllm_tokenweave.tune.store import Record, load_record, partial_file
 from trtllm_tokenweave.tune.tuner import TuneGoal, make_table, measurements, tune
@@ -114,8 +114,7 @@ def run_tune(arguments: TuneArguments) -> dict[str, Any] | None:
     started = time.monotonic()
     environment = read_environment()
     launcher = environment.needed_ranks("tune")
-    if environment.launch:
-        raise UserError("would be measured instead of every candidate", where=LAUNCH.name, fix="unset it")
+    environment.check_launch()
     arguments.config.local(launcher.size)
     for path in arguments.outputs:
         check_target(path)
@@ -213,10 +212,12 @@ class _Session:
             "library": __version__,
             "tp_size": self.comm.size,
             "model": arguments.model,
+            "dtype": arguments.config.dtype,
             "gemms": {name: list(shape) for name, shape in layer_gemms(self.shapes).items()},
             "layers": arguments.layers,
             "keys": arguments.keys,
             "token counts": list(arguments.counts),
+            "steps a sample": [steps_of(n, arguments.layers) for n in arguments.counts],
             "max_num_tokens": arguments.max_num_tokens,
             "candidates": [str(c) for c in (self.space.ctas, self.space.alone, self.space.gemm_sms)],
             "gemm": arguments.gemm,
@@ -234,6 +235,10 @@ class _Session:
                 return ""
             found = load_record(partial_file(output), key)
             if found is not None:
+                if not self._cache().exists():
+                    # Samples are of the kernels that an engine built from it has.
+                    what, fix = "is gone, and with it the engine that was measured", "bring it back, or give --restart"
+                    raise UserError(what, where=str(self._cache()), fix=fix)
                 count = sum(len(m.ms) for b in found.buckets.values() for m in b.candidates.values())
                 self.say(f"going on with {count} samples of {partial_file(output)}")
             return "" if found is None else found.model_dump_json()
