@@ -149,7 +149,8 @@ class Timed(E2eRunner):
     def logits(self, run: Run, num_tokens: int, mode: Any) -> Any:
         return np.full(4, 1 + (self.error if run.variant == "whole" else 0.0), np.float32)
 
-    def time_once(self, step: Callable[[], None]) -> tuple[float, float]:
+    def time_once(self, step: Callable[[], None], count: int) -> tuple[float, float]:
+        assert count == 5
         assert self.bound is not None
         self.timed.append(self.bound)
         base = {"stock": 10.0, "peer": 9.5, "fuse_only": 9.0, "whole": 8.5, "no_comm": 7.0}.get(self.bound.variant, 8.0)

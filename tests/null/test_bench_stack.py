@@ -16,6 +16,7 @@ from support.stack import run
 
 from trtllm_tokenweave.bench import stack as stack_module
 from trtllm_tokenweave.bench import timeline
+from trtllm_tokenweave.bench.rank_timing import steps_of
 from trtllm_tokenweave.bench.stack import StackBench, StackRunner
 from trtllm_tokenweave.bench.stack_network import VARIANTS, Gemm, Stack, Variant
 from trtllm_tokenweave.bench.timeline import Kernel
@@ -176,7 +177,8 @@ class Timed(StackRunner):
     def result(self, name: str, *_: Any) -> Any:
         return np.full(4, 1 + self.errors.get(name, 0.0), np.float32)
 
-    def time_once(self, step: Any) -> tuple[float, float]:
+    def time_once(self, step: Any, count: int) -> tuple[float, float]:
+        assert count in (steps_of(4096), steps_of(8192))
         step()
         return self.slowest(self.times[self.order[-1]] + self.comm.rank), 0.5
 
@@ -335,3 +337,14 @@ def test_a_step_is_queued_or_captured_with_its_own_launch(monkeypatch: pytest.Mo
     runner.queue("stock", 64, mode)()
     runner.queue("fuse_only", 64, mode)()
     assert library.launches == ([own, own, None, None] if mode == "eager" else [own, None])
+
+
+def test_of_several_recordings_the_shortest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = iter((50.0, 40.0, 45.0))
+    monkeypatch.setattr(timeline, "_record_once", lambda _run: [Kernel("gemm", 7, 0.0, next(ends))])
+    assert timeline.record(lambda: None) == [Kernel("gemm", 7, 0.0, 40.0)]
+    assert next(ends, None) is None
+
+
+def test_long_steps_are_queued_fewer_times() -> None:
+    assert [steps_of(n) for n in (1, 4096, 4097, 16384)] == [5, 5, 2, 2]
