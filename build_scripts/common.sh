@@ -29,6 +29,15 @@ die() {
     exit 1
 }
 
+# asks_for_help ARGUMENTS...: is one of them -h or --help?
+asks_for_help() {
+    local word
+    for word in "$@"; do
+        [[ "$word" != -h && "$word" != --help ]] || return 0
+    done
+    return 1
+}
+
 # step TEXT COMMAND...: run a command with its output in the log; print TEXT and the seconds it took.
 # Returns the command's status; shows the end of the log where it failed.
 step() {
@@ -162,8 +171,12 @@ ensure_venv() {
 venv_works() { "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }
 
 set_up() {
-    local start=$SECONDS
+    local start=$SECONDS file
     cd "$ROOT"
+    for file in "$LOG" "$ROOT/.venv-lock"; do
+        { : >>"$file"; } 2>/dev/null ||
+            die "$file cannot be written, and the set-up makes .venv beside it. Fix: copy $ROOT to a folder that you may write to"
+    done
     : >"$LOG"
     # Two scripts started at once share one set-up.
     exec 9>"$ROOT/.venv-lock"

@@ -256,7 +256,7 @@ class MpiComm:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
             raise UserError(
-                f"mpi4py cannot be used ({error})", where="MPI", fix="install Open MPI and pip install mpi4py"
+                f"mpi4py cannot be used ({error})", where="MPI", fix="install Open MPI and pip install 'mpi4py>=4.0'"
             ) from error
         self._comm = comm if comm is not None else MPI.COMM_WORLD
         self._byte = MPI.BYTE

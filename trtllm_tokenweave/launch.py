@@ -12,9 +12,11 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,11 +24,16 @@ from types import FrameType
 from trtllm_tokenweave.config import launch_additions, launch_environment, read_environment
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
 
+#: The word that stands for this package's own library as the one to preload.
+AUTO = Path("auto")
+
 #: Where POSIX shared memory lies.
 SHARED_MEMORY = Path("/dev/shm")
 
 _POLL_SECONDS = 0.1
 _FORCE_SECONDS = 10.0
+#: How long what ranks wrote last is waited for.
+_LAST_WORDS_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class MpiOptions:
     Attributes:
         mpirun: The program.
         preload: Library that the ranks load first (LD_PRELOAD), before those that LD_PRELOAD names already.
-        forward: Environment variables that ranks on other machines are given too (mpirun's -x).
+        forward: Environment variables that ranks on other machines are given too (mpirun's -x): NAME, or NAME=VALUE.
         arguments: More arguments of mpirun, for example ("--hostfile", "hosts").
     """
 
@@ -81,7 +88,13 @@ def mpirun_command(ranks: Sequence[Sequence[str]], options: MpiOptions) -> list[
     Args:
         ranks: The command of each rank.
         options: How they are started.
+
+    Raises:
+        UserError: LD_PRELOAD is forwarded beside a library to preload.
     """
+    if options.preload is not None and "LD_PRELOAD" in map(_name, options.forward):
+        fix = "set LD_PRELOAD without -x: it is put behind the library of --preload"
+        raise UserError("goes without --preload", where="-x LD_PRELOAD", fix=fix)
     # -x holds for one part of the command only.
     exports: list[str] = []
     if options.preload is not None:
@@ -105,15 +118,25 @@ def mpirun_command(ranks: Sequence[Sequence[str]], options: MpiOptions) -> list[
 def forwarded(names: Sequence[str] = ()) -> tuple[str, ...]:
     """Variables that ranks on other machines need too: ours and the CUDA libraries' that are set, and ``names``.
 
+    Args:
+        names: NAME, which is set, or NAME=VALUE.
+
     Raises:
-        UserError: one of ``names`` is not set.
+        UserError: one of ``names`` is not set, or has no name before the ``=``.
     """
     environment = launch_environment()
     for name in names:
-        if name not in environment:
-            raise UserError("is not set", where=f"-x {name}", fix="set it, or leave it out")
+        if not _name(name):
+            raise UserError("has no name", where=f"-x {name}", fix="as in -x NAME, or -x NAME=VALUE")
+        if "=" not in name and name not in environment:
+            raise UserError("is not set", where=f"-x {name}", fix="set it, give a value (NAME=VALUE), or leave it out")
     prefixes = ("TOKENWEAVE_", "TLLM_", "TRTLLM_", "NCCL_", "CUDA_VISIBLE_DEVICES", "TENSORRT_ROOT")
-    return tuple(dict.fromkeys([*names, *sorted(n for n in environment if n.startswith(prefixes))]))
+    given = set(map(_name, names))
+    return tuple(dict.fromkeys([*names, *sorted(n for n in set(environment) - given if n.startswith(prefixes))]))
+
+
+def _name(word: str) -> str:
+    return word.partition("=")[0]
 
 
 def shown(command: Sequence[str]) -> str:
@@ -135,11 +158,12 @@ class Job:
         self._command = command
         self._stop_seconds = stop_seconds
 
-    def run(self, watch: Callable[[], None] = lambda: None) -> int:
+    def run(self, watch: Callable[[], None] = lambda: None, hear: Callable[[str], None] | None = None) -> int:
         """Start it and wait for the end, passing SIGINT and SIGTERM on; call from the main thread, once.
 
         Args:
             watch: Called every now and then while it runs; what it raises stops the job.
+            hear: Called, in another thread, with each line that goes to stderr.
 
         Returns:
             mpirun's exit code. ``signal`` is the number of the signal that was passed on, or 0.
@@ -150,7 +174,12 @@ class Job:
         before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         jobs: set[str] = set()
         try:
-            with subprocess.Popen(self._command, env=launch_environment(), start_new_session=True) as process:
+            with (
+                _heard(hear) as stderr,
+                subprocess.Popen(
+                    self._command, env=launch_environment(), start_new_session=True, stderr=stderr
+                ) as process,
+            ):
                 try:
                     while process.poll() is None and not self.signal:
                         jobs |= {job for _, job in _ranks(process)}
@@ -184,6 +213,33 @@ class Job:
                     with suppress(ProcessLookupError):
                         os.kill(pid, number)
             time.sleep(_POLL_SECONDS)
+
+
+@contextmanager
+def _heard(hear: Callable[[str], None] | None) -> Iterator[int | None]:
+    """A pipe to take for stderr, whose lines ``hear`` gets and this process's stderr too; None where nobody hears."""
+    if hear is None:
+        yield None
+        return
+    readable, writable = os.pipe()
+    thread = threading.Thread(target=_pass_on, args=(readable, hear), daemon=True)
+    thread.start()
+    try:
+        yield writable
+    finally:
+        os.close(writable)
+        # A process that outlives mpirun may hold the pipe.
+        thread.join(_LAST_WORDS_SECONDS)
+
+
+def _pass_on(readable: int, hear: Callable[[str], None]) -> None:
+    with open(readable, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            # Nobody may read our stderr any longer: the ranks must not wait for that.
+            with suppress(OSError, ValueError):
+                sys.stderr.write(line)
+                sys.stderr.flush()
+            hear(line)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -21,11 +21,15 @@ NAME = "trtllm-build"
 #: The second line of every shim: what is recognised before a file is replaced or removed.
 MARK = "# shim of trtllm-tokenweave"
 
+#: The third line, with the number of folders that `install` made, innermost first: what `remove` may take away.
+_MADE = "# folders made for it: "
+
 #: A program of the shell's that Python takes for a string and an import: so its path may hold spaces, and Python looks
 #: for modules beside it, as for TensorRT-LLM's own command. ``python -m`` would look in the working folder first, and
 #: TensorRT-LLM's source tree has a tensorrt_llm that nobody has built.
 _TEXT = """#!/bin/sh
 {mark}
+{made}
 '''exec' {python} "$0" "$@"
 ' '''
 import sys
@@ -75,10 +79,12 @@ def install(folder: Path) -> Shim:
     if path.exists() or path.is_symlink():
         _check_ours(path)
 
-    def write(aside: Path) -> None:
-        aside.write_text(_TEXT.format(mark=MARK, python=shlex.quote(sys.executable)))
-
     new = list(takewhile(lambda place: not place.exists(), (folder, *folder.parents)))
+    made = f"{_MADE}{len(new) or _folders_made(path)}"
+
+    def write(aside: Path) -> None:
+        aside.write_text(_TEXT.format(mark=MARK, made=made, python=shlex.quote(sys.executable)))
+
     try:
         _make(folder)
         replace_file(path, write)
@@ -99,7 +105,7 @@ def _make(folder: Path) -> None:
 
 
 def remove(folder: Path) -> bool:
-    """Remove the shim, and the folder where nothing else is in it; returns whether there was one.
+    """Remove the shim, and folders that `install` made where nothing else is in them; returns whether there was one.
 
     Raises:
         UserError: the file is somebody else's, or cannot be removed.
@@ -108,10 +114,13 @@ def remove(folder: Path) -> bool:
     if not path.exists() and not path.is_symlink():
         return False
     _check_ours(path)
+    made = _folders_made(path)
     try:
         path.unlink()
-        if not any(folder.iterdir()):
-            folder.rmdir()
+        for place in [folder, *folder.parents][:made]:
+            if any(place.iterdir()):
+                break
+            place.rmdir()
     except OSError as error:
         raise UserError(f"cannot be removed: {error.strerror or error}", where=str(path)) from error
     return True
@@ -142,8 +151,10 @@ def main(argv: Sequence[str]) -> int:
         original = _original()
         if original is not None:
             os.execv(original, [str(original), *words])
-        print(f"error: {NAME}: TensorRT-LLM's command is not on PATH behind {argv[0]}", file=sys.stderr)
-        return 127
+        what = f"TensorRT-LLM's command is not on PATH behind {argv[0]}"
+        fix = "install TensorRT-LLM (trtllm-tokenweave doctor says which), or put its folder on PATH behind the shim's"
+        print(f"error: {UserError(what, where=NAME, fix=fix)}", file=sys.stderr)
+        return 127  # as the shell where it finds no command
     from trtllm_tokenweave.cli.app import main as command
 
     return command([NAME, *words])
@@ -164,6 +175,13 @@ def _is_shim(path: Path) -> bool:
             return file.read(4096).split(b"\n")[1:2] == [MARK.encode()]
     except OSError:
         return False
+
+
+def _folders_made(path: Path) -> int:
+    """What the third line of our shim says; 0 where there is none."""
+    lines = path.read_text().split("\n") if _is_ours(path) else []
+    number = lines[2].removeprefix(_MADE) if len(lines) > 2 else ""
+    return int(number) if number.isdecimal() else 0
 
 
 def _is_ours(path: Path) -> bool:

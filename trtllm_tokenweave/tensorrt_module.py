@@ -28,7 +28,9 @@ _PACKAGE, _BINDINGS = "tensorrt", "tensorrt_bindings"
 #: What the bindings are linked to, in the order in which they need one another.
 _LIBRARIES = ("libnvinfer.so.10", "libnvinfer_plugin.so.10", "libnvonnxparser.so.10")
 
-_FIX = f"pip install -e '.[tensorrt]', or set {TENSORRT_ROOT.name} to a TensorRT SDK and install its Python bindings"
+_FIX = (
+    f"pip install 'tensorrt>=10.6,<11', or set {TENSORRT_ROOT.name} to a TensorRT SDK and install its Python bindings"
+)
 
 
 @cache

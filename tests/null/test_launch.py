@@ -69,6 +69,7 @@ def test_variables_that_ranks_need_are_forwarded(monkeypatch: pytest.MonkeyPatch
     assert forwarded(["MINE", "NCCL_DEBUG"]) == ("MINE", "NCCL_DEBUG")
     with pytest.raises(UserError, match="-x NOT_SET: is not set"):
         forwarded(["NOT_SET"])
+    assert forwarded(["NOT_SET=a=b", "NCCL_DEBUG=INFO"]) == ("NOT_SET=a=b", "NCCL_DEBUG=INFO")  # in the set one's place
 
 
 def test_ranks_run_and_their_worst_code_is_returned(mpirun: str, tmp_path: Path) -> None:
@@ -78,6 +79,17 @@ def test_ranks_run_and_their_worst_code_is_returned(mpirun: str, tmp_path: Path)
     command = mpirun_command([[program]] * 3, MpiOptions(mpirun, None, ("MINE=word",)))
     assert Job(command, stop_seconds=SECONDS).run() == 6
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(3)] == ["word\n"] * 3
+
+
+def test_what_ranks_say_is_heard_and_passed_on(mpirun: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = _script(tmp_path, 'echo "out"; echo "one" >&2; printf "\\377two" >&2')  # no UTF-8, and no end of the line
+    heard: list[str] = []
+    command = mpirun_command([[program]], MpiOptions(mpirun))
+    assert Job(command, stop_seconds=SECONDS).run(hear=heard.append) == 0
+    assert heard == ["one\n", "\ufffdtwo"]
+    assert tuple(capfd.readouterr()) == ("out\n", "one\n\ufffdtwo")
+    assert Job(command, stop_seconds=SECONDS).run() == 0
+    assert len(heard) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -182,14 +194,33 @@ def test_mpi_run_runs_and_hands_the_code_on(mpirun: str, tmp_path: Path) -> None
     ("words", "message"),
     [
         (["--", "no-such-program"], "no-such-program: is not on PATH"),
-        (["--preload", "/nowhere.so", "--", "echo"], "--preload /nowhere.so: is no file"),
+        (["--preload", "/nowhere.so", "--", "echo"], "--preload /nowhere.so: is no file. Fix: give a library, or auto"),
         (["-x", "NOT_SET", "--", "echo"], "-x NOT_SET: is not set"),
+        (["-x", "=b", "--", "echo"], "-x =b: has no name. Fix: as in -x NAME, or"),
+        (
+            ["-x", "LD_PRELOAD=/b.so", "--preload", __file__, "--", "echo"],
+            "-x LD_PRELOAD: goes without --preload. Fix: set LD_PRELOAD without -x",
+        ),
         (["--stop-seconds", "-1", "--", "echo"], "--stop-seconds"),
     ],
 )
 def test_mpi_run_refuses(mpirun: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mpi-run", "--mpirun", mpirun, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_mpi_run_finds_our_preload_library(
+    mpirun: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    library = tmp_path / "libtokenweave_preload.so"
+    monkeypatch.setattr("trtllm_tokenweave.cli.mpi_run.find_library", {"tokenweave_preload": library}.get)
+    words = ["mpi-run", "--mpirun", mpirun, "--dry-run", "--preload", "auto", "-x", "A=b", "--", "echo"]
+    assert main(words) == 2
+    assert "--preload auto: there is no libtokenweave_preload.so. Fix: pip install ." in capsys.readouterr().err
+    library.touch()
+    assert main(words) == 0
+    assert f"-x LD_PRELOAD={library} -x A=b " in capsys.readouterr().out
 
 
 def test_mpi_run_inside_an_mpi_job_says_so(

@@ -160,6 +160,40 @@ def test_environments_that_cannot_be_trusted_are_made_anew(clone: Clone, damage:
     assert clone.called() == FRESH
 
 
+@pytest.mark.parametrize("script", ["demo", "test"])
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["-k", "x", "--help"]])
+def test_help_says_what_it_takes_and_starts_nothing(clone: Clone, script: str, words: list[str]) -> None:
+    before = sorted(clone.root.iterdir())
+    done = clone.run(f"build_scripts/{script}", *words)
+    assert (done.returncode, done.stderr, clone.called()) == (0, "", [])
+    assert done.stdout.startswith(f"build_scripts/{script} ")
+    for word in ("download", "MB in" if script == "test" else "MB on disk", "two cores"):
+        assert word in done.stdout
+    assert sorted(clone.root.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", [".venv-setup.log", ".venv-lock"])
+def test_a_checkout_that_cannot_be_written_is_one_line(clone: Clone, name: str) -> None:
+    (clone.root / name).mkdir()  # root may write to every file
+    done = clone.run()
+    assert (done.returncode, done.stdout, clone.called()) == (1, "", [])
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {clone.root / name} cannot be written, and ")
+    assert f"Fix: copy {clone.root} to a folder that you may write to" in line
+
+
+def test_a_working_directory_that_is_gone_is_one_line(clone: Clone, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    script = f'cd "{gone}" && rmdir "{gone}" && exec "{clone.root}/build_scripts/demo"'
+    environ = {"PATH": f"{clone.bin}:/usr/bin:/bin", "CALLS": str(clone.calls), "TLLM_TOKENWEAVE_APT": "0"}
+    done = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, clone.called()) == (1, [])
+    # The shells themselves say that they cannot find out where they are.
+    (line,) = [line for line in done.stderr.splitlines() if "getcwd" not in line]
+    assert line == f"error: the working directory {gone} is gone. Fix: cd to a folder that exists"
+
+
 def test_failed_install_says_why_and_is_repaired_by_the_next_run(clone: Clone) -> None:
     failed = clone.run(FAIL_PIP="1")
     assert failed.returncode == 1

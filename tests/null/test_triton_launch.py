@@ -27,6 +27,7 @@ words = dict(word.partition("=")[::2] for word in sys.argv[1:])
 region = words["--backend-config"].rpartition("name=")[2]
 signal.signal(signal.SIGTERM, lambda *_: os._exit(int(os.environ.get("STOP_CODE", "0"))))
 (pathlib.Path(os.environ["SHM"]) / (region + "x")).touch()
+print(os.environ.get("SAYS", ""), file=sys.stderr)
 if "EARLY" in os.environ:
     sys.exit(int(os.environ["EARLY"]))
 if "--http-port" in words and "DEAF" not in os.environ:
@@ -292,6 +293,70 @@ def test_servers_that_do_not_come_up(
     assert not list((tmp_path / "shm").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("says", "end"),
+    [
+        (
+            'I1130 stub: "TritonModelException: rank 0, tp_size: is 9. Fix: at most 8\\n\\nAt:\\n  /model.py(64)"\n'
+            "TritonModelException: another",
+            ": rank 0, tp_size: is 9. Fix: at most 8",
+        ),
+        ("tokenweave: error: rank 1 hangs; the server is going down", ": rank 1 hangs"),
+        ("some error: of another program", "; their last messages say why"),
+    ],
+)
+def test_the_last_line_has_the_first_error_of_a_rank(
+    start: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], says: str, end: str
+) -> None:
+    monkeypatch.setenv("EARLY", "1")
+    monkeypatch.setenv("SAYS", says)
+    assert main(start) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[-1] == f"error: the servers ended with code 1 before they were ready{end}"
+    assert lines.count(says.splitlines()[0]) == 2  # what each rank says is still there
+
+
+@pytest.mark.parametrize("orchestrator", [False, True])
+def test_as_many_ranks_as_the_engine_is_built_for(
+    start: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    orchestrator: bool,
+) -> None:
+    engine = _engine(tmp_path)
+    assert main(_fill(tmp_path)) == 0
+    start[2] = str(tmp_path / "filled")
+    words = [*start, "--dry-run", "--no-preload", "-n", "3"]
+    assert main(words) == 0  # an engine that does not say it
+    document = json.loads((engine / "config.json").read_text())
+    document["pretrained_config"] = {"mapping": {"world_size": 2}}
+    (engine / "config.json").write_text(json.dumps(document), encoding="utf-8")
+    if orchestrator:
+        monkeypatch.setenv("TRTLLM_ORCHESTRATOR", "1")
+    capsys.readouterr()
+    assert main(words) == (0 if orchestrator else 2)
+    what = f"{tmp_path / 'filled' / 'tensorrt_llm'}: {engine}: is built for 2 ranks, but 3 are to be started. Fix: -n 2"
+    assert (what in capsys.readouterr().err) != orchestrator
+    assert main([*words, "-n", "2"]) == 0
+
+
+def test_as_many_ranks_as_our_engine_is_built_for(
+    start: list[str], repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = tmp_path / 'an "engine"'
+    engine.mkdir()
+    (engine / "config.json").write_text('{"tp_size": 2}', encoding="utf-8")
+    config = repository / "tokenweave" / "config.pbtxt"
+    said = str(engine).replace('"', '\\"')
+    config.write_text(
+        f'{config.read_text()}parameters {{ key: "engine_dir" value {{ string_value: "{said}" }} }}\n', encoding="utf-8"
+    )
+    assert main([*start, "--dry-run", "-n", "3"]) == 2
+    assert f"{engine}: is built for 2 ranks, but 3 are to be started. Fix: -n 2" in capsys.readouterr().err
+    assert main([*start, "--dry-run"]) == 0
+
+
 def test_a_taken_port_is_named(start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -329,6 +394,7 @@ def test_servers_are_not_started_by_a_rank(
         (["--stop-seconds", "-1"], "--stop-seconds"),
         (["--rank-model", "other"], "--rank-model: 'other' is not one of tokenweave"),
         (["--preload", "/nowhere.so"], "/nowhere.so: is not there, and without it TensorRT-LLM's runtime"),
+        (["--preload", "auto", "--no-preload"], "--preload auto: goes without --no-preload. Fix: give one of the two"),
     ],
 )
 def test_what_cannot_be_started(
@@ -360,5 +426,7 @@ def test_tensorrt_llms_models_are_given_our_plugins(
     command = capsys.readouterr().out
     assert command.count(f"-x LD_PRELOAD={library} ") == 2
     assert command.count("--load-model=tensorrt_llm") == 1
+    assert main([*start, "--dry-run", "--preload", "auto"]) == 0
+    assert capsys.readouterr().out.count(f"-x LD_PRELOAD={library} ") == 2
     assert main([*start, "--dry-run", "--no-preload"]) == 0
     assert "LD_PRELOAD" not in capsys.readouterr().out

@@ -149,7 +149,11 @@ def test_requests_get_what_generate_gives(size: int, wanted: list[list[int]]) ->
         ([], 1, "request: is empty"),
         ([1], 0, "request: max_new_tokens is 0, expected at least 1"),
         ([48], 1, "request: token 48 is outside the vocabulary of 48"),
-        ([1] * 64, 1, "request: 64 tokens and 1 new ones exceed max_seq_len 64. Fix: shorten the prompt"),
+        (
+            [1] * 64,
+            1,
+            "request: 64 tokens and 1 new ones exceed max_seq_len 64. Fix: shorten the prompt, lower max_tokens or",
+        ),
     ],
 )
 def test_a_wrong_request_fails_alone(prompt: list[int], most: int, message: str, wanted: list[list[int]]) -> None:

@@ -99,7 +99,10 @@ def test_the_shim_without_an_original(tmp_path: Path, monkeypatch: pytest.Monkey
     path = shim.install(folder).path
     done = ended([str(path), "--help"], {**trtllm_double.environment(tmp_path), "PATH": os.environ["PATH"]})
     assert done.returncode == 127
-    assert "not on PATH behind" in done.stderr
+    assert done.stderr.startswith(
+        f"error: trtllm-build: TensorRT-LLM's command is not on PATH behind {path}. Fix: install"
+    )
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_file_of_somebody_else_is_never_touched(stock: Path) -> None:
@@ -127,6 +130,26 @@ def test_other_files_of_the_folder_stay(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     assert shim.remove(tmp_path)
     assert (tmp_path / "other").exists()
+
+
+def test_a_folder_that_install_did_not_make_stays(tmp_path: Path) -> None:
+    users = tmp_path / "users"
+    users.mkdir()
+    for _ in range(2):  # also written anew
+        shim.install(users)
+    assert shim.remove(users)
+    assert list(users.iterdir()) == []
+
+
+@pytest.mark.parametrize("other", [None, "new", "new/bin"])
+def test_folders_that_install_made_go_where_nothing_else_is_in_them(tmp_path: Path, other: str | None) -> None:
+    for _ in range(2):
+        shim.install(tmp_path / "new" / "bin")
+    if other is not None:
+        (tmp_path / other / "file").touch()
+    assert shim.remove(tmp_path / "new" / "bin")
+    left = {None: [], "new": ["new", "new/file"], "new/bin": ["new", "new/bin", "new/bin/file"]}[other]
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == left
 
 
 def test_a_shim_can_be_started_by_everyone(tmp_path: Path) -> None:

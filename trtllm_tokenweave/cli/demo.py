@@ -80,19 +80,20 @@ def demo(
         prompts=tuple(prompt) if prompt else DemoOptions.prompts,
     )
     model = open_checkpoint(checkpoint if checkpoint is not None else smollm2_gguf(), dtype="float32")
-    result = run_demo(model, options, lambda line: console.print(escape(line), style="dim"), comm)
+
+    def say(line: str) -> None:
+        console.print(escape(line), style="dim")
+
+    result = run_demo(model, options, say, comm)
     if not leader:
         return
     document = _document(result, model, options.tp_size)
     document["mpi"] = None
     if mpi and comm is None:
-        console.print(f"running again under mpirun -n {options.tp_size}", style="dim")
-        document["mpi"] = run_under_mpi(options.tp_size, _words(checkpoint, max_new_tokens, prompt or []))
+        document["mpi"] = run_under_mpi(options.tp_size, _words(checkpoint, max_new_tokens, prompt or []), say)
     document["gpu"] = None
     if gpu and comm is None:
-        document["gpu"] = run_on_gpus(
-            _gpu_run(checkpoint, model, options), lambda line: console.print(line, style="dim")
-        )
+        document["gpu"] = run_on_gpus(_gpu_run(checkpoint, model, options), say)
     document["report"] = str(_write(result, model, options, document, out)) if report else None
     if as_json:
         print(json.dumps(document))

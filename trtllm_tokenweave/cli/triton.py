@@ -14,7 +14,7 @@ from trtllm_tokenweave.launch import MpiOptions, forwarded
 from trtllm_tokenweave.triton.launch import ServerOptions, launch
 from trtllm_tokenweave.triton.repository import CONTAINER_TEMPLATES, fill_templates, set_values, write_repository
 from trtllm_tokenweave.triton.settings import Settings
-from trtllm_tokenweave.triton.source import check_source
+from trtllm_tokenweave.triton.source import check_source, what_serves
 
 app = typer.Typer(no_args_is_help=True, help="Make model repositories and start Triton servers under mpirun.")
 
@@ -68,7 +68,7 @@ def repo(
     )
     check_source(settings)
     write_repository(repository, settings, streaming=streaming)
-    _say(repository, [], as_json)
+    _say(repository, what_serves(settings), [], as_json)
 
 
 @app.command("fill")
@@ -87,14 +87,14 @@ def fill(
 ) -> None:
     """Make a repository for TensorRT-LLM's backend from its templates."""
     left = fill_templates(repository, templates, engine, tokenizer, set_values(set_ or []), streaming=streaming)
-    _say(repository, left, as_json)
+    _say(repository, f"the engine {engine} by TensorRT-LLM's backend", left, as_json)
 
 
-def _say(repository: Path, left: list[str], as_json: bool) -> None:
+def _say(repository: Path, serves: str, left: list[str], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"repository": str(repository), "left": left}))
+        print(json.dumps({"repository": str(repository), "serves": serves, "left": left}))
         return
-    print(f"wrote {repository}")
+    print(f"wrote {repository}, which serves {serves}")
     if left:
         print(f"left to the backend's defaults: {', '.join(left)}")
 
@@ -122,6 +122,8 @@ def launch_(
     dry_run: DryRun = False,
 ) -> None:
     """Start one Triton server a rank, and wait for their end; SIGINT and SIGTERM stop them."""
+    if preload is not None and no_preload:
+        raise UserError("goes without --no-preload", where=f"--preload {preload}", fix="give one of the two")
     mpi = MpiOptions(mpirun=mpirun, forward=forwarded(x or ()), arguments=tuple(mpirun_arg or ()))
     options = ServerOptions(
         ranks=ranks,

@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trtllm_tokenweave.config import mpi_environment, read_environment
@@ -15,19 +15,17 @@ from trtllm_tokenweave.config import mpi_environment, read_environment
 _SECONDS = 300
 
 
-def run_under_mpi(tp_size: int, words: Sequence[str]) -> dict[str, Any]:
-    """Start ``demo --json`` with ``words`` on ``tp_size`` ranks.
+def run_under_mpi(tp_size: int, words: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
+    """Start ``demo --json`` with ``words`` on ``tp_size`` ranks, once ``say`` was told so.
 
     Returns:
         {"ranks", "identical", "max_logit_diff"}, or {"skipped": why}, or {"identical": False, "error": why}.
     """
-    if read_environment().launcher is not None:
-        return {"skipped": "this process was started by mpirun itself"}
-    mpirun = shutil.which("mpirun")
-    if mpirun is None or importlib.util.find_spec("mpi4py") is None:
-        lack = "mpirun" if mpirun is None else "mpi4py"
-        return {"skipped": f"{lack} is not installed: install Open MPI and the extra 'mpi'"}
-    command = [mpirun, "-n", str(tp_size), sys.executable, "-m", "trtllm_tokenweave.cli.entry", "demo"]
+    lack = _lack()
+    if lack:
+        return {"skipped": lack}
+    say(f"running again under mpirun -n {tp_size}")
+    command = ["mpirun", "-n", str(tp_size), sys.executable, "-m", "trtllm_tokenweave.cli.entry", "demo"]
     command += ["--json", "--no-mpi", "--no-gpu", "--no-report", *words]
     try:
         done = subprocess.run(
@@ -42,6 +40,17 @@ def run_under_mpi(tp_size: int, words: Sequence[str]) -> dict[str, Any]:
     if "error" in found:
         return {"identical": False, "error": found["error"]["what"]}
     return {"ranks": tp_size, "identical": found["identical"], "max_logit_diff": found["max_logit_diff"]}
+
+
+def _lack() -> str:
+    """Why ranks cannot be started here; "" where they can."""
+    if read_environment().launcher is not None:
+        return "this process was started by mpirun itself"
+    if shutil.which("mpirun") is None:
+        return "mpirun is not installed. Fix: apt-get install openmpi-bin libopenmpi-dev"
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed. Fix: pip install 'mpi4py>=4.0'"
+    return ""
 
 
 def _last_words(done: subprocess.CompletedProcess[str]) -> str:

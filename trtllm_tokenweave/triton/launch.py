@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import sys
@@ -15,13 +16,26 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
+from trtllm_tokenweave.config import launch_environment
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
-from trtllm_tokenweave.launch import SHARED_MEMORY, Job, MpiOptions, find_mpirun, find_program, mpirun_command, shown
+from trtllm_tokenweave.launch import (
+    AUTO,
+    SHARED_MEMORY,
+    Job,
+    MpiOptions,
+    find_mpirun,
+    find_program,
+    mpirun_command,
+    shown,
+)
 from trtllm_tokenweave.libraries import find_library
-from trtllm_tokenweave.triton.repository import TritonModel, read_repository
+from trtllm_tokenweave.triton.repository import TritonModel, engine_ranks, read_repository
 
 #: Where NVIDIA's containers keep the server.
 CONTAINER_SERVER = "/opt/tritonserver/bin/tritonserver"
+
+#: What a rank says when it cannot load a model, and when it takes the server down (triton/model.py).
+_RANK_ERROR = re.compile(r"TritonModelException: (.+?)(?:\\n|$)|: error: (.+); the server is going down")
 
 _PROBE_SECONDS = 1.0
 #: How much longer than Triton's own limit for stopping the launcher waits.
@@ -42,7 +56,7 @@ class ServerOptions:
         metrics_port: Port of the metrics.
         rank_models: Models that all ranks load; (): found by name and backend.
         arguments: More arguments of every server.
-        preload: Library that the servers load first; None: ours, where a model needs it.
+        preload: Library that the servers load first; None: ours, where a model needs it; AUTO: ours.
         use_preload: Whether one is loaded at all.
         ready_seconds: How long until rank 0 must be ready.
         stop_seconds: How long the servers may take to stop.
@@ -82,6 +96,7 @@ def server_command(options: ServerOptions, region: str) -> list[str]:
     """
     _check_different(options.ports)
     models = read_repository(options.repository)
+    _check_ranks(options, models)
     server = _server(options.tritonserver)
     mpi = replace(options.mpi, mpirun=find_mpirun(options.mpi.mpirun), preload=_preload(options, models))
     shared = _rank_models(options, models)
@@ -121,9 +136,10 @@ def launch(options: ServerOptions, *, dry_run: bool = False) -> None:
     for name, port in options.ports.items():
         _check_port(options.address, name, port)
     watch = _Watch(options)
+    heard = _FirstError()
     job = Job(command, stop_seconds=options.stop_seconds + _GRACE_SECONDS)
     try:
-        code = job.run(watch)
+        code = job.run(watch, heard)
     finally:
         # Servers that were killed leave the Python backend's.
         for left in SHARED_MEMORY.glob(f"{region}*"):
@@ -132,7 +148,20 @@ def launch(options: ServerOptions, *, dry_run: bool = False) -> None:
     # its code.
     if code if watch.ready else not job.signal:
         when = "" if watch.ready else " before they were ready"
-        raise TokenWeaveError(f"the servers ended with code {code}{when}; their last messages say why")
+        why = f": {heard.text}" if heard.text else "; their last messages say why"
+        raise TokenWeaveError(f"the servers ended with code {code}{when}{why}")
+
+
+class _FirstError:
+    """Keeps the first error of a rank; the others only follow from it."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def __call__(self, line: str) -> None:
+        found = _RANK_ERROR.search(line)
+        if found is not None and not self.text:
+            self.text = found[1] or found[2]
 
 
 class _Watch:
@@ -181,9 +210,9 @@ def _preload(options: ServerOptions, models: Sequence[TritonModel]) -> Path | No
     if not options.use_preload:
         return None
     path = options.preload
-    if path is None:
-        if not any(model.on_all_ranks and model.backend != "python" for model in models):
-            return None
+    if path is None and not any(model.on_all_ranks and model.backend != "python" for model in models):
+        return None
+    if path is None or path == AUTO:
         path = find_library("tokenweave_preload")
     if path is None or not path.is_file():
         raise UserError(
@@ -207,6 +236,20 @@ def _rank_models(options: ServerOptions, models: Sequence[TritonModel]) -> list[
             fix="name it with --rank-model, or start one rank",
         )
     return found
+
+
+def _check_ranks(options: ServerOptions, models: Sequence[TritonModel]) -> None:
+    # TensorRT-LLM's orchestrator starts the other ranks by itself.
+    if launch_environment().get("TRTLLM_ORCHESTRATOR") == "1":
+        return
+    for model in models:
+        ranks = None if model.engine is None else engine_ranks(model.engine)
+        if ranks not in (None, options.ranks):
+            raise UserError(
+                f"is built for {ranks} ranks, but {options.ranks} are to be started",
+                where=f"{options.repository / model.name}: {model.engine}",
+                fix=f"-n {ranks}",
+            )
 
 
 def _check_different(ports: Mapping[str, int]) -> None:

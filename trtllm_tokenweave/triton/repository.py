@@ -31,6 +31,11 @@ __all__ = ["TritonPythonModel"]
 
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
 
+#: The parameter with the engine's folder: ours, and that of TensorRT-LLM's backend.
+_ENGINE = re.compile(
+    r'key\s*:\s*"(?:engine_dir|gpt_model_path)"\s*,?\s*value\s*:?\s*\{\s*string_value\s*:\s*"((?:[^"\\]|\\.)+)"'
+)
+
 #: Values of the templates' placeholders that fit every woven engine; the engine and the command line add the rest.
 _TEMPLATE_VALUES = {
     "triton_backend": "tensorrtllm",
@@ -135,10 +140,12 @@ class TritonModel:
     Attributes:
         name: Its folder.
         backend: What its config.pbtxt names.
+        engine: The folder of the engine that it names, None where it names none.
     """
 
     name: str
     backend: str
+    engine: Path | None = None
 
     @property
     def on_all_ranks(self) -> bool:
@@ -165,10 +172,24 @@ def read_repository(folder: Path) -> list[TritonModel]:
         versions = [path for path in config.parent.iterdir() if path.is_dir() and path.name.isdigit()]
         if not versions:
             raise UserError("has no version folder", where=str(config.parent), fix=f"make {config.parent / '1'}")
-        models.append(TritonModel(config.parent.name, found[1]))
+        engine = _ENGINE.search(re.sub(r"^\s*#.*", "", text, flags=re.MULTILINE))
+        folder_of_engine = None if engine is None else Path(re.sub(r"\\(.)", r"\1", engine[1]))
+        models.append(TritonModel(config.parent.name, found[1], folder_of_engine))
     if not models:
         raise UserError("holds no model: no folder of it has a config.pbtxt", where=str(folder), fix=fix)
     return models
+
+
+def engine_ranks(engine: Path) -> int | None:
+    """How many ranks an engine is built for, by its config.json (ours, or trtllm-build's); None where it does not say.
+
+    What is wrong with the file, its server says.
+    """
+    try:
+        config = json.loads((engine / "config.json").read_text(encoding="utf-8"))
+        return int(config["tp_size"] if "tp_size" in config else config["pretrained_config"]["mapping"]["world_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _engine_values(engine: Path) -> dict[str, str]:

@@ -191,7 +191,9 @@ class Service:
             number = self.generator.submit(request.prompt, request.max_new_tokens)
         except UserError as error:
             self.count_refused()
-            request.listener.failed(str(UserError(error.what, where="request", fix=error.fix)), refused=True)
+            # The generator's word for what requests call max_tokens.
+            fix = error.fix.replace("max_new_tokens", "max_tokens")
+            request.listener.failed(str(UserError(error.what, where="request", fix=fix)), refused=True)
             return None
         self._open[number] = request.listener
         self.counts.prompt_tokens += len(request.prompt)

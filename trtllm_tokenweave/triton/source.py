@@ -26,6 +26,14 @@ class Source:
     what: str
 
 
+def what_serves(settings: Settings) -> str:
+    """What `open_source` opens, in words."""
+    if settings.engine_dir is not None:
+        return f"the engines of {settings.engine_dir}"
+    model = "SmolLM2-135M" if settings.checkpoint is None else str(settings.checkpoint)
+    return f"{model} on the CPU interpreter (for TensorRT engines: --engine)"
+
+
 def check_source(settings: Settings) -> None:
     """Refuse, without a GPU, what `open_source` could not load or would serve no request with its default length.
 
