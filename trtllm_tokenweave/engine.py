@@ -18,7 +18,7 @@ from trtllm_tokenweave.atomic import check_folder, replace_files
 from trtllm_tokenweave.comm import CommBackend, SingleComm
 from trtllm_tokenweave.device import current_gpu
 from trtllm_tokenweave.engine_context import EngineContext
-from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.errors import CHECK_PATH, UserError
 from trtllm_tokenweave.manifest import (
     Manifest,
     check_manifest,
@@ -30,10 +30,17 @@ from trtllm_tokenweave.manifest import (
 )
 from trtllm_tokenweave.plugin_library import Attempt, plugin_library
 from trtllm_tokenweave.table import TuningTable
+from trtllm_tokenweave.table.files import read_json, read_text
 from trtllm_tokenweave.tensorrt_module import logger, tensorrt
 
 if TYPE_CHECKING:
     from trtllm_tokenweave.builder import Plan
+
+
+#: What to do with an engine that ``trtllm-build`` made.
+SERVE_TRTLLM = (
+    "serve it with TensorRT-LLM (docs/trtllm_build.md), in Triton after trtllm-tokenweave triton fill (docs/triton.md)"
+)
 
 
 class EngineConfig(BaseModel):
@@ -201,14 +208,29 @@ def load_config(folder: Path, tp_size: int | None = None) -> EngineConfig:
         tp_size: Ranks that run; None: not known yet.
 
     Raises:
-        UserError: it is missing, cannot be understood, or is of a group of another size.
+        UserError: it is missing, cannot be understood, or is of TensorRT-LLM's engine or of a group of another size.
     """
     path = config_file(folder)
+    if trtllm_config(folder) is not None:
+        raise UserError("is of an engine that trtllm-build made", where=str(path), fix=SERVE_TRTLLM)
     config = read_file(path, EngineConfig)
     if tp_size is not None and config.tp_size != tp_size:
         fix = f"start {config.tp_size} (mpirun -n {config.tp_size}), or build it for {tp_size}"
         raise UserError(f"tp_size is {config.tp_size}, but {tp_size} ranks run", where=f"{path}: tp_size", fix=fix)
     return config
+
+
+def trtllm_config(folder: Path) -> dict[str, Any] | None:
+    """The ``config.json`` of an engine that ``trtllm-build`` made; None: there is none, or it is no such engine's.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = config_file(folder)
+    if not path.exists():
+        return None
+    data = read_json(read_text(path), str(path))
+    return data if isinstance(data, dict) and {"build_config", "pretrained_config"} <= data.keys() else None
 
 
 def read_manifest(folder: Path, rank: int, expected: Mapping[str, Any]) -> Manifest:
@@ -237,7 +259,7 @@ def open_plan(path: Path, manifest: Manifest) -> mmap.mmap:
     except FileNotFoundError as error:
         raise missing(path) from error
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+        raise UserError(f"cannot be read: {error.strerror or error}", where=str(path), fix=CHECK_PATH) from error
     check_manifest(manifest, {"plan_sha256": sha256(data)}, str(path))
     return data
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+#: How to mend that a file is not there, or not readable.
+CHECK_PATH = "check the path, and that you may read it"
+
 
 class TokenWeaveError(Exception):
     """Base of every error raised on purpose by this package."""

@@ -23,7 +23,8 @@ class Mapping:
                 fix="use tensor parallelism only (pp_size 1, cp_size 1)",
             )
         if not 0 <= self.rank < self.world_size:
-            raise UserError(f"rank {self.rank} is outside 0..{self.world_size - 1}", where="mapping")
+            what = f"rank {self.rank} is outside 0..{self.world_size - 1}"
+            raise UserError(what, where="mapping", fix="use one of these ranks")
 
     @property
     def tp_rank(self) -> int:

@@ -143,7 +143,7 @@ class ModelConfig(_Frozen):
         """
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if tp_size < 1:
-            raise UserError(f"tp_size {tp_size} is less than 1", where="tp_size")
+            raise UserError(f"tp_size {tp_size} is less than 1", where="tp_size", fix="use 1 or more")
         if tp_size > heads:
             raise UserError(
                 f"tp_size {tp_size} is larger than the model's {heads} attention heads",

@@ -229,8 +229,12 @@ def test_plot_of_the_documentation_is_redrawn(tmp_path: Path, capsys: pytest.Cap
         (["plot", "EMPTY"], "no result with a plot: it has no 'rows'"),
         (["plot", "TEXT"], "no result with a plot: it is no JSON"),
         (["plot", "DEEP"], "no result with a plot: it is nested too deeply"),
-        (["plot", "GOOD", "--hidden", "17"], "no rows of hidden size 17"),
+        (["plot", "missing.json"], "Fix: check the path"),
+        (["plot", "OVERLAP"], "is a result of bench overlap, which has no plot. Fix: give the JSON of bench kernel"),
+        (["plot", "GOOD", "--hidden", "17"], "no rows of hidden size 17. Fix: give one that it has: 4096, 5120, 8192"),
         (["kernel", "--tokens", "x"], "no list of numbers"),
+        (["kernel", "--tokens", "1024:512:256"], "no list of numbers. Fix: give numbers above 0, separated by commas"),
+        (["kernel", "--tokens", "0"], "--tokens: a number is below 1. Fix: give numbers above 0"),
         (["kernel", "--hidden", "0"], "below 1"),
         (["kernel", "--ctas", "4,0"], "below 1"),
         (["kernel", "--loaders", "auto,dma"], "another loader than auto, cp_async"),
@@ -243,6 +247,7 @@ def test_plot_of_the_documentation_is_redrawn(tmp_path: Path, capsys: pytest.Cap
         (["stack", "--preset", "nope"], "no preset called 'nope'"),
         (["stack", "--table", "nope.json"], "nope.json: cannot be read"),
         (["stack", "--table", "TABLE"], "key.hidden_size: made for hidden_size 64"),
+        (["e2e", "--table", "FIT", "-o", "FIT"], "is the table. Fix: write the result to another file"),
     ],
 )
 def test_bad_use(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,14 +257,18 @@ def test_bad_use(words: list[str], message: str, tmp_path: Path, capsys: pytest.
     deep.write_text("[" * 100_000)
     table = tmp_path / "table.json"
     save_table(default_table(TableKey(tp_size=2, hidden_size=64, dtype="bfloat16")), table)
+    fit = tmp_path / "fit.json"
+    save_table(default_table(TableKey(tp_size=2, hidden_size=8192, dtype="bfloat16")), fit)
     text = tmp_path / "text.json"
     text.write_text("rows")
     names = {
         "TABLE": str(table),
+        "FIT": str(fit),
         "EMPTY": str(empty),
         "TEXT": str(text),
         "DEEP": str(deep),
         "GOOD": str(ROOT / "docs/results/kernel_tp2.json"),
+        "OVERLAP": str(ROOT / "docs/results/overlap_tp2.json"),
     }
     assert main(["bench", *(names.get(word, word) for word in words)]) == 2
     assert message in capsys.readouterr().err
@@ -271,6 +280,55 @@ def test_a_report_in_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.C
     assert main(["bench", "plot", str(copy), "--report", str(tmp_path / "a" / "x.html")]) == 2
     assert f"the folder {tmp_path / 'a'} does not exist" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [copy]
+
+
+@pytest.mark.parametrize("report", ["kernel.json", "link.json", "other.json", "kernel.png"])
+def test_a_report_replaces_no_result(report: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy, other = tmp_path / "kernel.json", tmp_path / "other.json"
+    for path in (copy, other):
+        path.write_text((ROOT / "docs/results/kernel_tp2.json").read_text())
+    (tmp_path / "link.json").symlink_to(copy)
+    before = other.read_text()
+    assert main(["bench", "plot", str(copy), "--report", str(tmp_path / report)]) == 2
+    assert f"error: --report: {tmp_path / report} is " in capsys.readouterr().err
+    assert copy.read_text() == other.read_text() == before
+    assert not list(tmp_path.glob("*.svg"))
+    page = tmp_path / "page.html"
+    for _ in range(2):  # a page may be replaced
+        assert main(["bench", "plot", str(copy), "--report", str(page)]) == 0
+
+
+def test_a_result_with_the_name_of_a_plot_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "kernel.png"
+    copy.write_text((ROOT / "docs/results/kernel_tp2.json").read_text())
+    assert main(["bench", "plot", str(copy)]) == 2
+    assert "is the name of one of its plots" in capsys.readouterr().err
+    assert json.loads(copy.read_text())
+
+
+def test_a_kernel_without_peers_is_drawn() -> None:
+    variants = result("kernel_variants_tp2.json")
+    assert {row["best_peer"] for row in kernel_rows(variants, 8192)} == {None}
+    drawn = draw_kernel(variants, 8192).svg
+    # matplotlib keeps each text as a comment beside its outlines.
+    assert b"fused (ours, best CTAs)" in drawn
+    assert b"best peer" not in drawn
+    assert b"best peer" in draw_kernel(result("kernel_tp2.json"), 8192).svg
+
+
+def test_plots_of_a_result_in_a_folder_that_takes_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (ROOT / "docs/results/kernel_tp2.json").open() as file:
+        unwritable = f"/proc/self/fd/{file.fileno()}"  # its folder takes no files, not even root's
+        assert main(["bench", "plot", unwritable]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: /proc/self/fd: cannot be written")
+        assert "Fix: choose another folder for the plots with -o DIR" in err
+        folder = tmp_path / "plots"
+        assert main(["bench", "plot", unwritable, "-o", str(folder)]) == 0
+    assert {path.suffix for path in folder.iterdir()} == {".png", ".svg"}
+    (tmp_path / "file").touch()
+    assert main(["bench", "plot", str(ROOT / "docs/results/kernel_tp2.json"), "-o", str(tmp_path / "file")]) == 2
+    assert f"{tmp_path / 'file'}: is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["kernel", "overlap"])

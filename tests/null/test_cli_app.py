@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -164,3 +167,101 @@ def test_errors_name_the_rank_under_mpirun(
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
     assert cli.main(["work"]) == 2
     assert capsys.readouterr().err == "error: rank 1: no\n"
+
+
+def test_an_error_of_another_rank_is_one_write_with_that_rank_alone(
+    command: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            written.extend([text] if text else [])  # an empty one is no write to the system
+            return len(text)
+
+    monkeypatch.setattr(sys, "stderr", Pipe())
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    for error, line in (
+        (UserError("no GPU", where="rank 0, CUDA"), "error: rank 0, CUDA: no GPU\n"),
+        (TokenWeaveError("rank 0: broken"), "error: rank 0: broken\n"),
+        (TokenWeaveError("rank 0 gave up"), "error: rank 1: rank 0 gave up\n"),
+    ):
+        command(raiser(error))
+        cli.main(["work"])
+        assert written == [line]
+        written.clear()
+
+
+def run_program(words: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "trtllm_tokenweave.cli.entry", *words]
+    return subprocess.run(program, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+
+
+@pytest.mark.parametrize("words", ["plan --preset llama-3.2-1b --json", "plan --preset llama-3.2-1b", "--version"])
+def test_standard_output_without_room_is_one_line(words: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = run_program(words.split(), full.fileno())
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: standard output: cannot be written: No space left on device. Fix: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_error_is_said_though_its_document_has_no_room() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = run_program(["plan", "--preset", "nope", "--json"], full.fileno())
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: preset: no preset called 'nope'")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_has_gone_away_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = run_program(["--version"], writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_an_error_of_the_system_that_is_not_standard_outputs(
+    command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(raiser(OSError(28, "No space left on device")))
+    assert cli.main(["work", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert err == "error: OSError: [Errno 28] No space left on device\n"
+    assert json.loads(out)["error"]["kind"] == "failure"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("plan --preset llama-3.2-1b --tp 0", "Invalid value for '--tp'"),
+        ("inspect --preset llama-3.2-1b --tp 0", "Invalid value for '--tp'"),
+        ("build --preset llama-3.2-1b -o OUT --tp 0", "Invalid value for '--tp'"),
+        ("inspect --preset llama-3.2-1b --rank 9", "--rank: rank 9 is not there: tp_size is 8. Fix: give 0 to 7"),
+        ("inspect --preset llama-3.2-1b --rank -1", "--rank: rank -1 is not there: tp_size is 8. Fix: give 0 to 7"),
+        (
+            "inspect --preset llama-3.2-1b --tp 1 --rank 1",
+            "--rank: rank 1 is not there: tp_size is 1. Fix: leave it out",
+        ),
+        ("inspect", "inspect: give one of NETWORK, --preset and --checkpoint. Fix: name the network or engine"),
+        ("inspect nope.json", "nope.json: cannot be read: No such file or directory. Fix: check the path"),
+        ("build -o OUT", "build: give one of MODEL and --preset. Fix: name a checkpoint, or a shape"),
+        ("tune -o OUT --tokens 1024:512:256", "--tokens: '1024:512:256' is no range. Fix: write START:STOP:STEP, as"),
+    ],
+)
+def test_errors_name_the_option_and_the_fix(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words.split()) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("OUT").exists()
+
+
+def test_a_file_that_may_not_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "table.json"
+    file.touch()
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may read all
+    assert cli.main(["table", "show", str(file)]) == 2
+    assert "is not readable. Fix: check the path, and that you may read it" in " ".join(capsys.readouterr().err.split())

@@ -85,3 +85,60 @@ def test_what_is_no_engine_is_refused(engine: Path, tmp_path: Path, capsys: pyte
     # A recorded network may have any name.
     recorder.save(Stack().build(), tmp_path / "rank0.json")
     assert run(capsys, tmp_path / "rank0.json")[0] == 0
+
+
+RECORD: dict[str, Any] = {
+    "format_version": 1,
+    "library": "1.0",
+    "tensorrt_llm": "1.1.0",
+    "tensorrt": "10.9.0",
+    "rank": 0,
+    "mode": "weave",
+    "sites": 4,
+    "attention": "whole",
+    "refused": [{"where": "attention", "reason": "max_draft_len is 3", "stage": "attention"}],
+    "table": {"sha256": "ab12", "source": "default", "min_tokens": 1024},
+    "max_num_tokens": 8192,
+    "max_batch_size": 8,
+    "opt_num_tokens": [64, 4096],
+}
+
+
+def trtllm_engine(folder: Path, **more: Any) -> Path:
+    folder.mkdir()
+    config_file(folder).write_text(json.dumps({"version": "1.1.0", "pretrained_config": {}, "build_config": {}} | more))
+    return folder
+
+
+def test_an_engine_of_trtllm_build_shows_what_was_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = trtllm_engine(tmp_path / "engine", tokenweave=RECORD)
+    code, out, _ = run(capsys, folder)
+    assert code == 0
+    text = " ".join(out.split())
+    for part in (
+        "made by trtllm-build, weave, 4 sites fused, attention whole",
+        "TensorRT-LLM 1.1.0, TensorRT 10.9.0",
+        "steps up to 8192 tokens and 8 sequences, optimised for 64, 4096",
+        "tuning table: default, min_tokens 1024, sha256 ab12",
+        "attention: attention: max_draft_len is 3",
+        "serve it with TensorRT-LLM (docs/trtllm_build.md)",
+    ):
+        assert part in text, part
+    code, out, _ = run(capsys, folder / "rank0.engine", "--json")
+    assert code == 0
+    assert json.loads(out)["tokenweave"] == RECORD | {"chain_sha256": ""}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({}, "made without this package: there is nothing of it to show. Fix: build it with --plugin tokenweave"),
+        ({"tokenweave": RECORD | {"mode": "knit"}}, "config.json: tokenweave: mode: "),
+    ],
+)
+def test_an_engine_of_trtllm_build_without_a_record(
+    more: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, trtllm_engine(tmp_path / "engine", **more))
+    assert (code, out) == (2, "")
+    assert message in err

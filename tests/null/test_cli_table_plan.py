@@ -209,7 +209,9 @@ def test_options_of_check_go_before_the_preset(tmp_path: Path, field: str, value
 def test_missing_files(tmp_path: Path) -> None:
     none = tmp_path / "none.json"
     for command in (("show",), ("check",), ("diff", none)):
-        assert "cannot be read" in refusal("table", *command, none).what
+        error = refusal("table", *command, none)
+        assert "cannot be read" in error.what
+        assert error.fix == "check the path, and that you may read it"
 
 
 def test_from_paper(tmp_path: Path) -> None:
@@ -307,13 +309,30 @@ def test_ctas_of_a_fuse_row_are_shown_as_they_stand(tmp_path: Path) -> None:
 
 
 def test_plan_text_cuts_no_number_off() -> None:
-    arguments = ["plan", "--preset", "llama-3.1-405b", "--tp", "1", "--tokens", "1048576,2048", "--sms", "18"]
+    arguments = ["plan", "--preset", "llama-3.1-405b", "--tp", "2", "--tokens", "1048576,2048", "--sms", "18"]
     result = CliRunner(env={"COLUMNS": "80"}).invoke(app, arguments)
     assert result.exit_code == 0
     assert "…" not in result.stdout
     assert "524288+524288" in result.stdout
     lines = [line for line in result.stdout.splitlines() if line.startswith(("1048576", "2048"))]
     assert [len(line.split()) for line in lines] == [9, 9]
+
+
+def test_a_prediction_cuts_no_number_off() -> None:
+    arguments = ["plan", "--preset", "llama-3.3-70b", "--predict", "--tokens", "1048576,2048"]
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, arguments)
+    assert result.exit_code == 0
+    assert "…" not in result.stdout
+    assert any(line.startswith("1048576 ") for line in result.stdout.splitlines())
+
+
+def test_one_rank_has_nothing_to_plan() -> None:
+    arguments = ("plan", "--preset", "llama-3.3-70b", "--tp", "1", "--tokens", "2048")
+    said = "tp_size 1: one rank has nothing to communicate, so nothing is fused or split: mode stock"
+    assert " ".join(output(*arguments).split()) == said
+    document = run_json(*arguments)
+    assert (document["steps"], document["table"]["said"]) == ([], said)
+    assert run_json(*arguments[:4], "2", *arguments[5:])["steps"]
 
 
 def test_plan_takes_the_sms_of_the_gpu() -> None:
@@ -328,7 +347,7 @@ def test_plan_takes_the_sms_of_the_gpu() -> None:
         (("--tokens", "abc"), "not a list of token counts"),
         (("--tokens", ""), "not a list of token counts"),
         (("--tokens", "512,,1024"), "not a list of token counts"),
-        (("--tokens", "0"), "not a list of token counts"),
+        (("--tokens", "0"), "a count is below 1"),
         (("--tokens", "99999999999999999999"), "give counts up to 1048576"),
         (("--tokens", "512,1048577"), "give counts up to 1048576"),
         (("--tokens", "9" * 5000), "not a list of token counts"),

@@ -488,7 +488,7 @@ def test_bench_gemm_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         (("--predict", "--table", "x.json"), "x.json"),
         (("--predict", "--sms", "66"), "leave out --sms"),
         (("--predict", "--tp", "1"), "no collectives"),
-        (("--predict", "--tokens", "0"), "not a list of token counts"),
+        (("--predict", "--tokens", "0"), "a count is below 1"),
     ],
 )
 def test_command_refuses(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,10 +47,11 @@ def _tokenizer(folder: Path, size: int) -> None:
     Tokenizer(models.WordLevel(words, unk_token="<s>")).save(str(folder / "tokenizer.json"))
 
 
-def test_a_repository_says_what_it_was_told(tmp_path: Path) -> None:
+def test_a_repository_says_what_it_was_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "repository"
     engine = _our_engine(tmp_path / 'an "engine"')
     assert main(["triton", "repo", str(folder), "--engine", str(engine), "--max-tokens", "9", "--no-streaming"]) == 0
+    assert capsys.readouterr().out == f"wrote {folder}, which serves the engines of {engine}\n"
     text = (folder / "tokenweave" / "config.pbtxt").read_text()
     assert "decoupled: false" in text
     values: dict[str, Any] = {}
@@ -88,8 +89,10 @@ def test_repositories_that_cannot_be_made(
     assert not (tmp_path / "new").exists()
 
 
-def test_the_default_length_and_one_token_of_a_prompt_fit(tmp_path: Path) -> None:
+def test_the_default_length_and_one_token_of_a_prompt_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["triton", "repo", str(tmp_path / "new"), "--max-seq-len", "65"]) == 0
+    what = "which serves SmolLM2-135M on the CPU interpreter (for TensorRT engines: --engine)"
+    assert what in capsys.readouterr().out
 
 
 def _damage(engine: Path, case: str) -> None:
@@ -98,6 +101,8 @@ def _damage(engine: Path, case: str) -> None:
             path.unlink()
     elif case == "empty":
         config_file(engine).write_text("{}", encoding="utf-8")
+    elif case == "trtllm":
+        config_file(engine).write_text('{"pretrained_config": {}, "build_config": {}}', encoding="utf-8")
     elif case == "other":
         document = json.loads(config_file(engine).read_text())
         config_file(engine).write_text(json.dumps(document | {"model": {}}), encoding="utf-8")
@@ -114,6 +119,7 @@ def _damage(engine: Path, case: str) -> None:
     [
         ("nothing", "config.json: is missing. Fix: give the folder of a whole engine, or build it again"),
         ("empty", "config.json: format_version is None, expected 1"),
+        ("trtllm", "config.json: is of an engine that trtllm-build made. Fix: serve it with TensorRT-LLM"),
         ("other", "config.json: model: is empty. Fix: build the engine with trtllm-tokenweave build"),
         ("rank", "rank1.engine: is missing"),
         (

@@ -146,7 +146,7 @@ def test_each_of_several_profiles(place: Place) -> None:
 # ---- records
 
 
-def test_config_json_says_what_was_done(place: Place) -> None:
+def test_config_json_says_what_was_done(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(place.woven()) == 0
     document = json.loads((place.out / "config.json").read_text())
     assert {"version", "pretrained_config", "build_config"} <= set(document)
@@ -154,6 +154,9 @@ def test_config_json_says_what_was_done(place: Place) -> None:
     record = document["tokenweave"]
     assert record["table"]["sha256"] == small_table(place.config, 2).sha256
     assert (record["library"], record["tensorrt_llm"], record["tensorrt"]) == (__version__, "1.1.0", "10.9.0")
+    capsys.readouterr()
+    assert main(["inspect", str(place.out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokenweave"] == record
 
 
 def test_a_dry_run_says_what_would_be_done(place: Place) -> None:

@@ -35,11 +35,11 @@ _E2E = {
 
 
 def kernel_rows(document: Mapping[str, Any], hidden: int) -> list[dict[str, Any]]:
-    """Rows of one hidden size, by token count, each with its best peer."""
+    """Rows of one hidden size, by token count, each with its best peer (None where peers were not timed)."""
     rows = [dict(row) for row in document["rows"] if row["hidden"] == hidden]
     for row in rows:
-        row["best_peer"] = min(row["peers"], key=row["peers"].get)
-        row["best_peer_us"] = row["peers"][row["best_peer"]]
+        row["best_peer"] = min(row["peers"], key=row["peers"].get, default=None)
+        row["best_peer_us"] = row["peers"].get(row["best_peer"])
     return sorted(rows, key=lambda row: int(row["num_tokens"]))
 
 
@@ -80,7 +80,7 @@ def _markdown(lines: Sequence[tuple[str, Sequence[str]]]) -> str:
 
 
 def draw_kernel(document: Mapping[str, Any], hidden: int) -> Picture:
-    """Time over the floor by token count."""
+    """Time over the floor by token count; peers only where all rows have them."""
     from matplotlib.figure import Figure
 
     rows = kernel_rows(document, hidden)
@@ -96,6 +96,8 @@ def draw_kernel(document: Mapping[str, Any], hidden: int) -> Picture:
         figure = Figure(figsize=(8, 4.5), facecolor="white", layout="constrained")
         axes = figure.add_subplot()
         for name, values in curves.items():
+            if None in values:
+                continue
             color, line = _STYLE[name]
             axes.plot(tokens, [v / f for v, f in zip(values, floor, strict=True)], line, color=color, label=name, lw=2)
         axes.set_xscale("log", base=2)

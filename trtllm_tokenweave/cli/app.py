@@ -3,7 +3,7 @@
 Exit codes:
     0: done.
     1: the work itself failed (a check did not hold, or something unexpected).
-    2: bad input or bad usage; nothing was written.
+    2: bad input or bad usage, or output that cannot be written; nothing was written.
     130: interrupted from the keyboard.
 
 An error is one line on stderr, ``error: <where>: <what>. Fix: <fix>``. With ``--json`` stdout holds exactly one JSON
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import re
 import sys
 import traceback
 from collections.abc import Collection, Sequence
@@ -27,7 +29,7 @@ from typer.main import get_command
 
 from trtllm_tokenweave import __version__
 from trtllm_tokenweave.config import DEBUG, Environment, limit_blas_threads, read_environment
-from trtllm_tokenweave.errors import TokenWeaveError, UserError
+from trtllm_tokenweave.errors import CHECK_PATH, TokenWeaveError, UserError
 
 PROG = "trtllm-tokenweave"
 
@@ -188,6 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = get_command(app)(args=args or ["--help"], prog_name=PROG, standalone_mode=False)
         if code == _EXIT_CODES["interrupted"]:
             return report.say("interrupted", "interrupted", KeyboardInterrupt())
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return report.ended(code if isinstance(code, int) else 0)
     except KeyboardInterrupt as error:
         return report.say("interrupted", "interrupted", error)
@@ -196,6 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TokenWeaveError as error:
         return report.say("failure", str(error), error)
     except OSError as error:
+        if error.filename is None and drop_dead_stdout():
+            return report.stdout_failed(error)
         return report.say("failure", f"{type(error).__name__}: {error}", error)
     except Exception as error:  # noqa: BLE001  # the last line of defence: a user should never meet a bare traceback
         if hasattr(error, "format_message"):
@@ -218,14 +224,22 @@ class _ErrorReport:
         line = _one_line(str(UserError(what, where=where, fix=fix)))
         launcher = self.environment.launcher
         if launcher is not None and launcher.size > 1:
-            line = f"rank {launcher.rank}: {line}"
+            # An error of another rank names that one, and all ranks print it.
+            line = line if re.match(r"rank \d+[,:]", line) else f"rank {launcher.rank}: {line}"
         if kind == "unexpected" and not self.environment.debug:
             line = f"{line} (unexpected; {DEBUG.name}=1 prints the traceback)"
-        print(f"error: {line}", file=sys.stderr)
+        print(f"error: {line}\n", end="", file=sys.stderr)  # one write, not a second for the end: ranks share stderr
         if self.environment.debug:
             print("".join(traceback.format_exception(error)), end="", file=sys.stderr)
         self._document(kind, what, where, fix)
         return self.ended(_EXIT_CODES[kind])
+
+    def stdout_failed(self, error: OSError) -> int:
+        """Report that the output could not be written; a reader that has gone away wants no report."""
+        if isinstance(error, BrokenPipeError):
+            return self.ended(_EXIT_CODES["failure"])
+        fix = "send it to a place that has room and may be written to"
+        return self.say("user", f"cannot be written: {error.strerror}", error, where="standard output", fix=fix)
 
     def usage(self, error: Any) -> int:
         """Report wrong usage (a ClickException: typer brings a click of its own, so it is known by its methods)."""
@@ -233,8 +247,9 @@ class _ErrorReport:
             print(error.format_message(), file=sys.stderr)
             return _EXIT_CODES["usage"]
         context = getattr(error, "ctx", None)
+        what = error.format_message().rstrip(".")
         fix = f"see {PROG if context is None else context.command_path} --help"
-        return self.say("usage", error.format_message().rstrip("."), error, fix=fix)
+        return self.say("usage", what, error, fix=CHECK_PATH if what.endswith("is not readable") else fix)
 
     def ended(self, code: int) -> int:
         """Return the exit code; a rank that failed takes the other ranks down instead of leaving them to wait."""
@@ -247,7 +262,26 @@ class _ErrorReport:
 
     def _document(self, kind: ErrorKind, what: str, where: str, fix: str) -> None:
         if self.as_json:
-            print(json.dumps({"error": {"kind": kind, "what": _one_line(what), "where": where, "fix": fix}}))
+            document = {"error": {"kind": kind, "what": _one_line(what), "where": where, "fix": fix}}
+            try:
+                print(json.dumps(document), flush=True)
+            except OSError:  # stderr has said it
+                drop_dead_stdout()
+
+
+def drop_dead_stdout() -> bool:
+    """Whether standard output cannot be written; then what it still holds is dropped, else Python's end fails on it.
+
+    An end of line is written to find out: what failed before is in no buffer any more.
+    """
+    try:
+        print(flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return True
+    return False
 
 
 def abort_ranks(code: int) -> None:

@@ -10,12 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from trtllm_tokenweave.atomic import check_folder, check_target, replace_file
-from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.atomic import check_folder, check_target, replace_file, same_file
+from trtllm_tokenweave.errors import CHECK_PATH, UserError
 from trtllm_tokenweave.model_config import preset as model_preset
 from trtllm_tokenweave.report import Picture, write_picture, write_plots
 
 LOADERS = ("auto", "cp_async", "bulk", "push")  # bench/kernel.py knows them, and needs torch
+
+#: Whose results have plots.
+_DRAWN = "give the JSON of bench kernel, stack, e2e or trace, or of tune: other results have no plot"
+_NUMBERS = "give numbers above 0, separated by commas: 512,1024"
 
 app = typer.Typer(no_args_is_help=True, help="Measure on the GPUs of this machine; redraw plots.")
 
@@ -25,15 +29,15 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
     try:
         found = tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UserError(f"{text!r} is no list of numbers", where=option, fix="separate them by commas") from None
+        raise UserError(f"{text!r} is no list of numbers", where=option, fix=_NUMBERS) from None
     if any(n < 1 for n in found):
-        raise UserError("a number is below 1", where=option)
+        raise UserError("a number is below 1", where=option, fix=_NUMBERS)
     return found
 
 
 def _need_gpus(needed: int) -> None:
     if importlib.util.find_spec("torch") is None:
-        fix = f"on a machine with {needed} GPU(s): pip install '.[torch]' (README.md)"
+        fix = f"on a machine with {needed} GPU(s): pip install 'torch>=2.5'"
         raise UserError("PyTorch is not installed", where="bench", fix=fix)
     import torch
 
@@ -49,6 +53,15 @@ def _finish(document: Mapping[str, Any], output: Path | None, as_json: bool) -> 
         print(text, end="")
     else:
         print(f"wrote {output}")
+
+
+def _check_output(output: Path | None, table: Path | None) -> None:
+    """Refuse what cannot become the result, or is the table that it is measured with."""
+    if output is None:
+        return
+    if table is not None and same_file(output, table):
+        raise UserError(f"{output} is the table", where="--output", fix="write the result to another file")
+    check_target(output)
 
 
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the JSON here.")]
@@ -149,8 +162,7 @@ def stack(
     if table is not None:
         given = load_table(table)
         check_table(given, config, given.key.tp_size, str(table))  # ranks are compared once they are known
-    if output is not None:
-        check_target(output)
+    _check_output(output, table)
     _need_gpus(2)
     from trtllm_tokenweave.bench.stack_run import StackArguments, run_stack
 
@@ -201,8 +213,7 @@ def e2e(
     chosen = tuple(engines.split(","))
     arguments = E2eArguments(preset, layers, counts, table, (0, *moved), tried, chosen, timing_cache, gemm_plugin)
     check_arguments(arguments)
-    if output is not None:
-        check_target(output)
+    _check_output(output, table)
     if timing_cache is not None:
         check_folder(timing_cache)
     _need_gpus(2)
@@ -267,8 +278,7 @@ def trace(
         timing_cache=timing_cache,
     )
     check_arguments(arguments)
-    if output is not None:
-        check_target(output)
+    _check_output(output, table)
     if timing_cache is not None:
         check_folder(timing_cache)
     _need_gpus(2)
@@ -282,16 +292,23 @@ def plot(
     result: Annotated[Path, typer.Argument(help="JSON of bench kernel, stack, e2e or trace, or of tune.")],
     hidden: Annotated[int, typer.Option(help="Of bench kernel: hidden size to draw.")] = 8192,
     report: Annotated[Path | None, typer.Option(metavar="HTML", help="Write one page with all plots, too.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Folder of the plots; default: the result's.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Redraw the plots of a result beside it (PNG and SVG)."""
+    """Redraw the plots of a result (PNG and SVG)."""
     if report is not None:
-        check_target(report)
+        _check_report(report, result)
     document, pictures = _pictures(result, hidden)
-    if not pictures:
-        raise UserError(f"has no rows of hidden size {hidden}", where=str(result))
+    folder = _plots_folder(result, output)
     stems = {f"{result.stem}_{name}" if name else result.stem: picture for name, picture in pictures.items()}
-    written = [path for stem, drawn in stems.items() for path in write_picture(drawn, result.parent, stem)]
+    for path in (folder / f"{stem}{suffix}" for stem in stems for suffix in (".png", ".svg")):
+        if same_file(path, result):
+            raise UserError("is the name of one of its plots", where=str(result), fix="name the result NAME.json")
+        if report is not None and same_file(path, report):
+            raise UserError(f"{report} is the name of a plot", where="--report", fix="name the page NAME.html")
+    written = [path for stem, drawn in stems.items() for path in write_picture(drawn, folder, stem)]
     if report is not None:
         written.append(write_plots(result.stem, str(document.get("what", "")), list(pictures.values()), report))
     if as_json:
@@ -299,6 +316,36 @@ def plot(
     else:
         for path in written:
             print(f"wrote {path}")
+
+
+def _check_report(report: Path, result: Path) -> None:
+    """Refuse a page that would replace the result, or another file that is no page."""
+    fix = "write the page to another file"
+    if same_file(report, result):
+        raise UserError(f"{report} is the result to draw", where="--report", fix=fix)
+    check_target(report)
+    try:
+        with report.open("rb") as file:
+            head = file.read(512).lstrip().lower()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{report} cannot be read: {error.strerror}", where="--report", fix=fix) from None
+    if head and not head.startswith((b"<!doctype html", b"<html")):
+        raise UserError(f"{report} is there and is no HTML", where="--report", fix=fix)
+
+
+def _plots_folder(result: Path, output: Path | None) -> Path:
+    """The folder of the plots, checked before anything is written."""
+    folder = result.parent if output is None else output
+    try:
+        check_folder(folder)
+    except UserError as error:
+        if output is not None:
+            raise
+        fix = "choose another folder for the plots with -o DIR"
+        raise UserError(error.what, where=error.where, fix=fix) from None
+    return folder
 
 
 def _pictures(result: Path, hidden: int) -> tuple[dict[str, Any], dict[str, Picture]]:
@@ -309,13 +356,20 @@ def _pictures(result: Path, hidden: int) -> tuple[dict[str, Any], dict[str, Pict
     try:
         document = json.loads(result.read_text())
         found = pictures_of(document)
+        if not found and "gemm_us" in document:
+            raise UserError("is a result of bench overlap, which has no plot", where=str(result), fix=_DRAWN)
         if not found and kernel_rows(document, hidden):
             found = {"": draw_kernel(document, hidden)}
+        sizes = () if found else sorted({int(row["hidden"]) for row in document["rows"]})
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(result)) from None
+        raise UserError(f"cannot be read: {error.strerror}", where=str(result), fix=CHECK_PATH) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StopIteration) as error:
-        fix = "give the JSON of bench kernel, stack, e2e or trace, or of tune: other results have no plot"
-        raise UserError(f"is no result with a plot: {_lack(error)}", where=str(result), fix=fix) from None
+        raise UserError(f"is no result with a plot: {_lack(error)}", where=str(result), fix=_DRAWN) from None
+    if not found and not sizes:
+        raise UserError("has no rows", where=str(result), fix=_DRAWN)
+    if not found:
+        fix = f"give one that it has: {', '.join(map(str, sizes))}"
+        raise UserError(f"{result} has no rows of hidden size {hidden}", where="--hidden", fix=fix)
     return document, found
 
 

@@ -66,7 +66,7 @@ def build(
     dtype: Annotated[
         str | None, typer.Option(help="float16 or bfloat16; default: the model's, bfloat16 for float32.")
     ] = None,
-    tp: Annotated[int | None, typer.Option(help="Ranks: as many as mpirun starts, 1 without it.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Ranks: as many as mpirun starts, 1 without it.")] = None,
     table: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Tuning table; default: a shipped one, else the default rule.")
     ] = None,
@@ -168,7 +168,8 @@ def open_model(path: Path | None, preset: str, layers: int | None, dtype: str | 
         UserError: the options name none or two, or one that is not served.
     """
     if (path is None) == (not preset):
-        raise UserError("give one of MODEL and --preset", where="build")
+        fix = "name a checkpoint, or a shape with random weights: --preset llama-3.3-70b"
+        raise UserError("give one of MODEL and --preset", where="build", fix=fix)
     checkpoint: Checkpoint | None = None
     if path is None:
         config, source = model_preset(preset).with_dtype(dtype), f"random weights of {preset}"

@@ -41,7 +41,7 @@ def inspect_(
     ] = None,
     preset_: Annotated[str, typer.Option("--preset", help="Model shape, such as llama-3.3-70b.")] = "",
     checkpoint: Annotated[Path | None, typer.Option(help="GGUF file, Hugging Face or TensorRT-LLM folder.")] = None,
-    tp: Annotated[int | None, typer.Option(help="tp_size of a model shape or checkpoint; 8 by default.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="tp_size of a model shape or checkpoint; 8 by default.")] = None,
     rank: Annotated[int, typer.Option(help="Rank whose network is inspected.")] = 0,
     table: Annotated[Path | None, typer.Option(metavar="FILE", help="Tuning table; default: the default rule.")] = None,
     max_num_tokens: Annotated[int, typer.Option(help="Most tokens of a step.")] = 8192,
@@ -55,10 +55,12 @@ def inspect_(
 ) -> None:
     """Print each fusion site of a network, each candidate refused with its reason, and how steps would be split.
 
-    Of an engine that this package has saved: what it was built for, and the tuning table that it carries.
+    Of an engine that this package has saved: what it was built for, and the tuning table that it carries. Of one that
+    trtllm-build made: what was recorded of it.
     """
     if sum(given is not None for given in (network, preset_ or None, checkpoint)) != 1:
-        raise UserError("give one of NETWORK, --preset and --checkpoint", where="inspect")
+        fix = "name the network or engine, or a model shape: --preset llama-3.3-70b"
+        raise UserError("give one of NETWORK, --preset and --checkpoint", where="inspect", fix=fix)
     if output is not None:
         check_target(output)
         weights = None if network is None or network.is_dir() else network.with_suffix(".safetensors")
@@ -78,7 +80,7 @@ def inspect_(
         tuning = load_table(table) if table is not None else network_table(recorded, mapping)
     else:
         tp_size = DEFAULT_TP_SIZE if tp is None else tp
-        mapping = Mapping(tp_size, rank, tp_size)
+        mapping = _mapping(tp_size, rank)
         limits = NetworkOptions(
             max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, reduce_fusion=reduce_fusion
         )
@@ -141,10 +143,17 @@ def mapping_of(network: RecordedNetwork, path: Path, rank: int = 0) -> Mapping:
         if isinstance(layer, recorder.IPluginV2Layer) and layer.plugin.spec.key == ALL_REDUCE:
             group = layer.plugin.fields["group"]
             size = len(group) if hasattr(group, "__len__") else 1
-            return Mapping(size, rank, size)
+            return _mapping(size, rank)
     raise UserError(
         "no AllReduce layer: there is nothing to fuse", where=str(path), fix="record a network of tp_size 2 or more"
     )
+
+
+def _mapping(tp_size: int, rank: int) -> Mapping:
+    if not 0 <= rank < tp_size:
+        fix = f"give 0 to {tp_size - 1}" if tp_size > 1 else "leave it out"
+        raise UserError(f"rank {rank} is not there: tp_size is {tp_size}", where="--rank", fix=fix)
+    return Mapping(tp_size, rank, tp_size)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
+from trtllm_tokenweave.cli.console import print_whole
 from trtllm_tokenweave.cli.table import print_json, read_tokens
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.model_config import ModelConfig
@@ -47,7 +47,7 @@ class PlannedStep:
 
 def plan(
     preset: Annotated[str, typer.Option(help="Model shape, such as llama-3.3-70b.")],
-    tp: Annotated[int, typer.Option(help="tp_size.")] = 8,
+    tp: Annotated[int, typer.Option(min=1, help="tp_size.")] = 8,
     table: Annotated[Path | None, typer.Option(metavar="FILE", help="Tuning table; default: the default rule.")] = None,
     tokens: Annotated[str, typer.Option(metavar="N,N...", help="Token counts of the steps.")] = DEFAULT_TOKENS,
     batch: Annotated[int, typer.Option(help="Sequences of the steps.")] = 1,
@@ -111,6 +111,8 @@ def plan(
         raise UserError("says what a prediction starts from", where=option, fix="add --predict")
     tuning, said = _table(config, tp, sms, table, gpu)
     steps = [plan_one(tuning, shapes, batch, count, sms) for count in counts if count >= batch]
+    if tp == 1:
+        steps, said = [], "tp_size 1: one rank has nothing to communicate, so nothing is fused or split: mode stock"
     if as_json:
         document = {
             "model": {"preset": preset, "tp_size": tp, "hidden_size": config.hidden_size, "kind": config.kind},
@@ -122,7 +124,8 @@ def plan(
         print_json(document)
         return
     console = Console()
-    _print_steps(console, steps, tuning, f"{preset}, tp_size {tp}, batch {batch}, {sms} SMs")
+    if steps:
+        _print_steps(console, steps, tuning, f"{preset}, tp_size {tp}, batch {batch}, {sms} SMs")
     console.print(said, markup=False, highlight=False)
     _print_skipped(console, skipped, batch)
 
@@ -212,11 +215,7 @@ def _print_steps(console: Console, steps: list[PlannedStep], table: TuningTable,
         own = not split.suffix and (row is None or row.mode == "weave")
         ctas = "own" if own else f"{split.attention.ctas}/{split.mlp.ctas}"
         view.add_row(str(split.num_tokens), split.mode, halves, ctas, *cells, seed)
-    # Numbers are never cut off: where the table needs more than the terminal's width, it takes it.
-    width = console.width
-    console.width = max(width, Measurement.get(console, console.options.update(max_width=10_000), view).maximum)
-    console.print(view)
-    console.width = width
+    print_whole(console, view)
     console.print(
         "CTAs: of the attention/MLP collective; own: the kernel's choice. GEMMs: waves of the whole step, then of the "
         "prefix+suffix on the SMs left. Seed: the offset that wave arithmetic would try first.",

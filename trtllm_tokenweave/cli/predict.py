@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from trtllm_tokenweave.cli.console import print_whole
 from trtllm_tokenweave.predict import Gemms, Predictor, StepTimes, Workload, load_gemms, load_machine
 from trtllm_tokenweave.predict.data import SourceError, fitted
 
@@ -89,7 +90,7 @@ class Prediction:
                 "-" if best is None else f"{best.prefix}+{best.suffix}",
                 "-" if best is None else f"{best.attention_ctas}/{best.mlp_ctas}",
             )
-        console.print(view)
+        print_whole(console, view)
         console.print(
             "Predicted, not measured; ratios to stock. No comm: stock without its all-reduces. Even, best: woven at "
             "half and at the best split, with "

@@ -70,4 +70,5 @@ class Progress:
         self._print(what if self.comm.size == 1 else f"rank {self.comm.rank}: {what}")
 
     def _print(self, what: str) -> None:
-        print(f"{time.perf_counter() - self.started:6.1f} s  {what}", file=sys.stderr, flush=True)
+        # One write, not a second for the end: ranks share stderr.
+        print(f"{time.perf_counter() - self.started:6.1f} s  {what}\n", end="", file=sys.stderr, flush=True)

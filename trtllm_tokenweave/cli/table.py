@@ -220,7 +220,9 @@ def read_tokens(text: str) -> tuple[int, ...]:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
         counts = ()
-    if not counts or min(counts) < 1:
+    if counts and min(counts) < 1:
+        raise UserError("a count is below 1", where="--tokens", fix="write counts of 1 and more: 512,1024,2048")
+    if not counts:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         raise UserError(f'"{shown}" is not a list of token counts', where="--tokens", fix="write 512,1024,2048")
     if max(counts) > MAX_NUM_TOKENS:

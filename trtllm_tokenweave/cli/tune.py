@@ -164,7 +164,7 @@ def token_range(text: str, option: str) -> tuple[int, ...]:
         except ValueError:
             start, stop, step = 0, 0, 0
         if min(start, stop, step) < 1 or stop < start:
-            raise UserError(f"{text!r} is no range", where=option, fix="write START:STOP:STEP")
+            raise UserError(f"{text!r} is no range", where=option, fix="write START:STOP:STEP, as 512:1024:256")
         counts = range(start, stop + 1, step)
     if counts[-1] > MAX_NUM_TOKENS:
         raise UserError(f"{counts[-1]} is above {MAX_NUM_TOKENS}", where=option, fix="give smaller counts")

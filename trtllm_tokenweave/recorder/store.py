@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_tokenweave.atomic import check_target, replace_files
+from trtllm_tokenweave.errors import CHECK_PATH
 from trtllm_tokenweave.recorder import enums
 from trtllm_tokenweave.recorder import layers as L  # noqa: N812
 from trtllm_tokenweave.recorder.network import RecordedNetwork
@@ -205,7 +206,8 @@ def load(path: str | Path, registry: PluginRegistry | None = None) -> RecordedNe
     try:
         document = json.loads(path.read_text())
     except OSError as error:
-        raise NetworkError(f"cannot be read: {error.strerror or error}", where=str(path)) from None
+        what = f"cannot be read: {error.strerror or error}"
+        raise NetworkError(what, where=str(path), fix=CHECK_PATH) from None
     except (ValueError, RecursionError) as error:
         raise NetworkError(f"is no JSON: {error}", where=str(path)) from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:

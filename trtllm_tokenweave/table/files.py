@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trtllm_tokenweave.atomic import replace_file
-from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.errors import CHECK_PATH, UserError
 from trtllm_tokenweave.table.model import SCHEMA_VERSION, RowError, TuningTable
 
 _AGAIN = "check the file, or make it again"
@@ -24,7 +24,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        raise UserError(f"cannot be read: {error.strerror}", where=str(path), fix=CHECK_PATH) from error
     except UnicodeDecodeError as error:
         raise UserError(f"is not UTF-8 text (byte {error.start})", where=str(path)) from error
 

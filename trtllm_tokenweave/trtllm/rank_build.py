@@ -142,24 +142,25 @@ class RankBuild:
         """Print what was done: one line a rank, and rank 0's reasons."""
         head = f"tokenweave: rank {self.request.rank}"
         if outcome.result is None or outcome.mode == "stock":
-            print(f"{head}: nothing could be fused, the engine is built as stock", file=sys.stderr)
+            lines = [f"{head}: nothing could be fused, the engine is built as stock"]
         else:
             plan = outcome.result.plan
             split = "fused, not split" if plan.region is None else f"fused and split, attention {plan.region.attention}"
             table = "" if outcome.table is None else f", table {outcome.table.table.sha256[:12]}"
             optima = f", optimised for {list(outcome.opt_num_tokens)} tokens" if plan.region is not None else ""
-            print(f"{head}: {len(plan.sites)} sites {split}{table}{optima}", file=sys.stderr)
+            lines = [f"{head}: {len(plan.sites)} sites {split}{table}{optima}"]
         if self.request.rank == 0:
             if outcome.table is not None:
-                print(f"tokenweave:   {outcome.table.said}", file=sys.stderr)
+                lines.append(f"tokenweave:   {outcome.table.said}")
             counts = Counter((refusal.stage, refusal.reason) for refusal in outcome.refused)
             first = {(r.stage, r.reason): r.where for r in reversed(outcome.refused)}
             for (stage, reason), count in list(counts.items())[:_SHOWN]:
                 more = f" (and {count - 1} more)" if count > 1 else ""
-                print(f"tokenweave:   {stage}: {first[stage, reason]}{more}: {reason}", file=sys.stderr)
+                lines.append(f"tokenweave:   {stage}: {first[stage, reason]}{more}: {reason}")
             if len(counts) > _SHOWN:
-                more = f"and {len(counts) - _SHOWN} other reasons, see rank0.tokenweave.json"
-                print(f"tokenweave:   {more}", file=sys.stderr)
+                lines.append(f"tokenweave:   and {len(counts) - _SHOWN} other reasons, see rank0.tokenweave.json")
+        # One write, not one for each end of line: ranks share stderr.
+        print("".join(f"{line}\n" for line in lines), end="", file=sys.stderr)
 
 
 def _unserved(model_config: Any) -> str:

@@ -28,7 +28,7 @@ def centre_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
 
     The estimate is the median of all means of two values (Hodges and Lehmann, 1963), the interval ends at the k-th
     smallest and k-th largest of them, where k is as large as the distribution of Wilcoxon's signed-rank sum allows:
-    93.75 % for the extremes of 5 values, 96.9 % of 6. About a third narrower than one from order statistics.
+    93.75 % for the extremes of 5 values, 96.9 % of 6. Narrower than an interval from order statistics (sign test).
 
     Args:
         values: At least one. Ratios of two candidates that took turns in random order are spread alike to both sides
