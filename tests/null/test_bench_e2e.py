@@ -442,3 +442,51 @@ def test_arguments_become_a_bench(tmp_path: Path) -> None:
     assert (tabled.weave.table, tabled.offsets) == (made.weave.table, None)
     with pytest.raises(UserError, match="made for tp_size 2, but 4 is needed"):
         read_bench(replace(arguments, table=file), Mapping(4, 0, 4))
+
+
+class Finished:
+    """A runner that has measured; rows of the token count that ``fails`` cannot be had."""
+
+    fails = 0
+
+    def __init__(self, bench: E2eBench, comm: CommBackend, _folder: Path) -> None:
+        self.bench, self.comm = bench, comm
+        self.engines: dict[str, Any] = {}
+
+    def splits(self, num_tokens: int) -> Any:
+        return Split(8), Split(16), [{"num_tokens": num_tokens}]
+
+    def rows(self, num_tokens: int, even: Split, tuned: Split) -> Any:
+        if num_tokens == self.fails:
+            raise TokenWeaveError("the GPU fell off the bus")
+        return [{"num_tokens": num_tokens, "prefix_even": even.prefix, "prefix_tuned": tuned.prefix}]
+
+    def timelines(self, num_tokens: int, even: Split, tuned: Split) -> Any:
+        return {"num_tokens": num_tokens}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("fails", [0, 64])
+def test_a_run_that_is_cut_short_leaves_what_it_has(fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace(override_launch=lambda _: None, reset_counters=lambda: None, counters=dict)
+    monkeypatch.setattr(e2e_module, "plugin_library", lambda: library)
+    monkeypatch.setattr(e2e_module, "E2eRunner", Finished)
+    monkeypatch.setattr(Finished, "fails", fails)
+    kept: list[Any] = []
+    made = replace(bench(), tokens=(32, 64))
+
+    def measure() -> Any:
+        return e2e_module.measure_e2e(made, SingleComm(), keep=lambda so_far: kept.append(json.dumps(so_far)))
+
+    if fails:
+        with pytest.raises(TokenWeaveError, match="fell off the bus"):
+            measure()
+    else:
+        document = measure()
+        assert document["timeline"] == {"num_tokens": 64}
+        assert [row["num_tokens"] for row in document["rows"]] == [32, 64]
+    documents = [json.loads(text) for text in kept]
+    assert [[row["num_tokens"] for row in one["rows"]] for one in documents] == [[32], [32, 64]][: 1 if fails else 2]
+    assert not any("timeline" in one for one in documents)

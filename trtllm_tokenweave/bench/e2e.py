@@ -388,13 +388,20 @@ class E2eRunner(RankTimer):
         return {"num_tokens": num_tokens, "eager": figures, "eager_kernels": kernels}
 
 
-def measure_e2e(bench: E2eBench, comm: CommBackend, cache: Path | None = None) -> dict[str, Any]:
+def measure_e2e(
+    bench: E2eBench,
+    comm: CommBackend,
+    cache: Path | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda _document: None,
+) -> dict[str, Any]:
     """Measure on the ranks of ``comm``, one GPU each; returns the JSON document (on every rank).
 
     Args:
         bench: What to measure.
         comm: The ranks.
         cache: Folder of TensorRT's timings, kept for the next run; None: a temporary one.
+        keep: Called on every rank with the document so far, still without timeline, whenever a token count is done: a
+            run that is cut short leaves what it has.
 
     Raises:
         TokenWeaveError: on all ranks, where an engine cannot be built or does not compute what stock does.
@@ -412,20 +419,22 @@ def measure_e2e(bench: E2eBench, comm: CommBackend, cache: Path | None = None) -
             best[tokens] = even, tuned
             sweep += tried
             rows += runner.rows(tokens, even, tuned)
+            on_all_ranks(comm, "writing the result", partial(keep, _document(runner, rows, sweep)))
         nearest = min(bench.tokens, key=lambda tokens: abs(tokens - 4096))
-        traced = runner.timelines(nearest, *best[nearest])
-        engines = runner.engines
-    config = bench.config
+        return _document(runner, rows, sweep) | {"timeline": runner.timelines(nearest, *best[nearest])}
+
+
+def _document(runner: E2eRunner, rows: list[dict[str, Any]], sweep: list[dict[str, Any]]) -> dict[str, Any]:
+    bench, config = runner.bench, runner.bench.config
     return {
         "what": f"prefill of one sequence: {config.num_hidden_layers} layers, hidden {config.hidden_size}, vocabulary "
-        f"{config.vocab_size}, tp_size {comm.size}, {config.dtype}, random weights; ms a step",
+        f"{config.vocab_size}, tp_size {runner.comm.size}, {config.dtype}, random weights; ms a step",
         "method": METHOD,
         "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
         "peer": PEER,
         "gemm_plugin": bench.gemm_plugin,
-        "engines": {name: running.document() for name, running in engines.items()},
+        "engines": {name: running.document() for name, running in runner.engines.items()},
         "counters": plugin_library().counters(),
         "rows": rows,
         "sweep": sweep,
-        "timeline": traced,
     }

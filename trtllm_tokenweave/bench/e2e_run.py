@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,8 +144,14 @@ def start_benchmark(launcher: Launcher, timing_cache: Path | None) -> tuple[Comm
     return comm, gpu
 
 
-def run_e2e(arguments: E2eArguments) -> dict[str, Any] | None:
+def run_e2e(
+    arguments: E2eArguments, keep: Callable[[dict[str, Any]], None] = lambda _document: None
+) -> dict[str, Any] | None:
     """Measure on the ranks that mpirun started; the document on rank 0, None on the others.
+
+    Args:
+        arguments: The command's options.
+        keep: Called on rank 0 with the document so far, whenever a token count is done.
 
     Raises:
         UserError: options that do not fit, or a machine that cannot do it.
@@ -156,12 +163,14 @@ def run_e2e(arguments: E2eArguments) -> dict[str, Any] | None:
     comm, gpu = start_benchmark(launcher, arguments.timing_cache)
     if arguments.gemm_plugin:
         register_reference(GEMM[0])
-    document = measure_e2e(bench, comm, arguments.timing_cache)
-    if comm.rank != 0:
-        return None
-    return {
-        **origin(comm, gpu),
-        "model": arguments.preset,
-        "table": None if arguments.table is None else bench.weave.table.sha256,
-        **document,
-    }
+
+    def whole(document: dict[str, Any]) -> dict[str, Any]:
+        table = None if arguments.table is None else bench.weave.table.sha256
+        return {**origin(comm, gpu), "model": arguments.preset, "table": table, **document}
+
+    def keep_on_rank_0(document: dict[str, Any]) -> None:
+        if comm.rank == 0:
+            keep(whole(document))
+
+    document = measure_e2e(bench, comm, arguments.timing_cache, keep_on_rank_0)
+    return whole(document) if comm.rank == 0 else None

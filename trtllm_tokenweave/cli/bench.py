@@ -45,12 +45,19 @@ def _need_gpus(needed: int) -> None:
         raise UserError(f"this machine has {torch.cuda.device_count()} GPUs, {needed} needed", where="bench")
 
 
-def _finish(document: Mapping[str, Any], output: Path | None, as_json: bool) -> None:
-    text = json.dumps(document, indent=1) + "\n"
+def _text(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, indent=1) + "\n"
+
+
+def _write(document: Mapping[str, Any], output: Path | None) -> None:
     if output is not None:
-        replace_file(output, lambda aside: aside.write_text(text))
+        replace_file(output, lambda aside: aside.write_text(_text(document)))
+
+
+def _finish(document: Mapping[str, Any], output: Path | None, as_json: bool) -> None:
+    _write(document, output)
     if as_json or output is None:
-        print(text, end="")
+        print(_text(document), end="")
     else:
         print(f"wrote {output}")
 
@@ -217,7 +224,7 @@ def e2e(
     if timing_cache is not None:
         check_folder(timing_cache)
     _need_gpus(2)
-    document = run_e2e(arguments)
+    document = run_e2e(arguments, lambda so_far: _write(so_far, output))
     if document is not None:
         _finish(document, output, as_json)
 
