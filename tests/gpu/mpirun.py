@@ -14,9 +14,13 @@ TESTS = Path(__file__).resolve().parents[1]
 needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 
 
-def on_ranks(size: int, module: str, *arguments: str, timeout: float = 300) -> str:
-    """What ``python -m gpu.<module> arguments...`` prints on ``size`` ranks, which all have to succeed."""
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(size)]
+def on_ranks(size: int, module: str, *arguments: str, timeout: float = 300, mpirun: bool = True) -> str:
+    """What ``python -m gpu.<module> arguments...`` prints on ``size`` ranks, which all have to succeed.
+
+    Without ``mpirun`` there is one rank, which nothing started.
+    """
+    ranks = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(size)]
+    command = ranks if mpirun else []
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [*command, sys.executable, "-m", f"gpu.{module}", *arguments],
