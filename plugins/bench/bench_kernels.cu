@@ -8,19 +8,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ptx.cuh"
+
 namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kUnroll = 4;
 
-__device__ __forceinline__ uint4 load(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
+using tokenweave::ptx::load16;
 
 __global__ void __launch_bounds__(kThreads, 1)
     pull_and_push(uint4* pulled, const uint4* peer_source, uint4* peer_target, const uint4* pushed, size_t vectors) {
@@ -30,12 +25,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const size_t at = i + u * kThreads;
-      if (at < vectors) in[u] = load(peer_source + at);
+      if (at < vectors) in[u] = load16(peer_source + at);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const size_t at = i + u * kThreads;
-      if (at < vectors) out[u] = load(pushed + at);
+      if (at < vectors) out[u] = load16(pushed + at);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -77,7 +72,7 @@ __global__ void __launch_bounds__(kThreads) add_norm(AddNorm p) {
   for (int v = 0; v < kVectors; ++v) {
     const int at = threadIdx.x + v * blockDim.x;
     if (at >= p.vectors) continue;
-    const uint4 a = load(p.x + row + at), b = load(p.residual + row + at);
+    const uint4 a = load16(p.x + row + at), b = load16(p.residual + row + at);
     const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
     uint32_t stored[4];
 #pragma unroll
