@@ -20,6 +20,11 @@ def gather_json(comm: CommBackend, tag: str, value: Any, timeout: float | None =
     return [json.loads(part.tobytes()) for part in comm.all_gather(tag, data, timeout)]
 
 
+def slowest(comm: CommBackend, value: float) -> float:
+    """The largest of the ranks' values, on every rank."""
+    return float(max(gather_json(comm, "slowest rank", value)))
+
+
 def on_all_ranks(comm: CommBackend, tag: str, action: Callable[[], T], timeout: float | None = None) -> T:
     """Run ``action`` on every rank of ``comm`` and wait until all have.
 

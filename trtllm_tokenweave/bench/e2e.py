@@ -93,6 +93,15 @@ class E2eBench:
         batch = self.weave.max_batch_size
         return NetworkOptions(batch, max_num_tokens=most, max_seq_len=longest, gemm_plugin=self.gemm_plugin)
 
+    @property
+    def shape(self) -> str:
+        """The model and the ranks, in words."""
+        config = self.config
+        return (
+            f"{config.num_hidden_layers} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size}, "
+            f"tp_size {self.weave.mapping.tp_size}, {config.dtype}, random weights"
+        )
+
     @cached_property
     def weights(self) -> RankWeights:
         """This rank's."""
@@ -425,10 +434,9 @@ def measure_e2e(
 
 
 def _document(runner: E2eRunner, rows: list[dict[str, Any]], sweep: list[dict[str, Any]]) -> dict[str, Any]:
-    bench, config = runner.bench, runner.bench.config
+    bench = runner.bench
     return {
-        "what": f"prefill of one sequence: {config.num_hidden_layers} layers, hidden {config.hidden_size}, vocabulary "
-        f"{config.vocab_size}, tp_size {runner.comm.size}, {config.dtype}, random weights; ms a step",
+        "what": f"prefill of one sequence: {bench.shape}; ms a step",
         "method": METHOD,
         "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
         "peer": PEER,

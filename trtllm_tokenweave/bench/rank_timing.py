@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trtllm_tokenweave.agreement import gather_json
+from trtllm_tokenweave.agreement import slowest
 from trtllm_tokenweave.comm import CommBackend
 from trtllm_tokenweave.device import Stream, call
+from trtllm_tokenweave.progress import print_progress
 
 #: Most steps queued back to back for one measurement, and measurements of each engine.
 STEPS, ROUNDS = 5, 7
@@ -44,11 +44,11 @@ class RankReporter:
     def say(self, what: str) -> None:
         """Progress, from rank 0 to stderr."""
         if self.comm.rank == 0:
-            print(f"{time.perf_counter() - self.started:6.1f} s  {what}", file=sys.stderr, flush=True)
+            print_progress(time.perf_counter() - self.started, what)
 
     def slowest(self, value: float) -> float:
         """The largest of the ranks' values."""
-        return float(max(gather_json(self.comm, "bench", value)))
+        return slowest(self.comm, value)
 
 
 class RankTimer(RankReporter):

@@ -362,10 +362,9 @@ def measure_trace(bench: TraceBench, comm: CommBackend, cache: Path | None = Non
         rows = [runner.row(budget) for budget in bench.budgets]
         for variant, engine in engines.items():
             documents[variant] |= {"graphs": vars(engine.graphs.counters).copy()}
-    config, limits = bench.engines.config, bench.limits(max(bench.budgets))
+    limits = bench.limits(max(bench.budgets))
     return {
-        "what": f"serving trace: {config.num_hidden_layers} layers, hidden {config.hidden_size}, vocabulary "
-        f"{config.vocab_size}, tp_size {comm.size}, {config.dtype}, random weights; ms for all steps"
+        "what": f"serving trace: {bench.engines.shape}; ms for all steps"
         + ("" if bench.tail else " until all prompts are read"),
         "method": METHOD.format(bench.rounds),
         "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),

@@ -62,6 +62,20 @@ def _finish(document: Mapping[str, Any], output: Path | None, as_json: bool) -> 
         print(f"wrote {output}")
 
 
+def _check_ctas(command: str, *counts: int) -> None:
+    """Refuse numbers of CTAs that no table may have."""
+    from pydantic import ValidationError
+
+    from trtllm_tokenweave.table import LaunchConfig
+    from trtllm_tokenweave.table.files import table_error
+
+    try:
+        for count in counts:
+            LaunchConfig(ctas=count)
+    except ValidationError as error:
+        raise table_error(error, command) from None
+
+
 def _check_output(output: Path | None, table: Path | None) -> None:
     """Refuse what cannot become the result, or is the table that it is measured with."""
     if output is None:
@@ -202,21 +216,13 @@ def e2e(
     as_json: AsJson = False,
 ) -> None:
     """Time whole decoders in TensorRT engines, prefill with real attention; run it under mpirun, one process a GPU."""
-    from pydantic import ValidationError
-
     from trtllm_tokenweave.bench.e2e_run import E2eArguments, check_arguments, run_e2e
-    from trtllm_tokenweave.table import LaunchConfig
-    from trtllm_tokenweave.table.files import table_error
 
     model_preset(preset)
     # A step of a token count has one graph a split: a second row of it would replay the first one's.
     counts = tuple(dict.fromkeys(numbers(tokens, "--tokens")))
     moved, tried = numbers(offsets, "--offsets"), numbers(ctas, "--ctas")
-    try:
-        for count in tried:
-            LaunchConfig(ctas=count)
-    except ValidationError as error:
-        raise table_error(error, "bench e2e") from None
+    _check_ctas("bench e2e", *tried)
     chosen = tuple(engines.split(","))
     arguments = E2eArguments(preset, layers, counts, table, (0, *moved), tried, chosen, timing_cache, gemm_plugin)
     check_arguments(arguments)
@@ -257,17 +263,10 @@ def trace(
     as_json: AsJson = False,
 ) -> None:
     """Time a serving trace with ShareGPT's lengths, chunked prefill and decode mixed; under mpirun, a process a GPU."""
-    from pydantic import ValidationError
-
     from trtllm_tokenweave.bench.trace_run import TraceArguments, check_arguments, run_trace
-    from trtllm_tokenweave.table import LaunchConfig
-    from trtllm_tokenweave.table.files import table_error
 
     budgets, chosen = tuple(dict.fromkeys(numbers(chunks, "--chunks"))), tuple(engines.split(","))
-    try:
-        LaunchConfig(ctas=ctas)
-    except ValidationError as error:
-        raise table_error(error, "bench trace") from None
+    _check_ctas("bench trace", ctas)
     arguments = TraceArguments(
         preset=preset,
         layers=layers,

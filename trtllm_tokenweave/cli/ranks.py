@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 from trtllm_tokenweave.agreement import on_all_ranks
@@ -11,6 +10,7 @@ from trtllm_tokenweave.config import read_environment
 from trtllm_tokenweave.decoder import register_decoder_plugins
 from trtllm_tokenweave.device import current_gpu, use_device
 from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.progress import print_progress
 from trtllm_tokenweave.tensorrt_module import tensorrt
 
 #: Seconds that ranks wait for another one's files: those of a large model take minutes, and not the same on all ranks.
@@ -70,5 +70,4 @@ class Progress:
         self._print(what if self.comm.size == 1 else f"rank {self.comm.rank}: {what}")
 
     def _print(self, what: str) -> None:
-        # One write, not a second for the end: ranks share stderr.
-        print(f"{time.perf_counter() - self.started:6.1f} s  {what}\n", end="", file=sys.stderr, flush=True)
+        print_progress(time.perf_counter() - self.started, what)

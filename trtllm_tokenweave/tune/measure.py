@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trtllm_tokenweave.agreement import gather_json, on_all_ranks
+from trtllm_tokenweave.agreement import gather_json, on_all_ranks, slowest
 from trtllm_tokenweave.comm import CommBackend
 from trtllm_tokenweave.errors import TokenWeaveError
 from trtllm_tokenweave.tune.candidates import Candidate
@@ -160,11 +160,6 @@ class Bench:
         if run.comm.rank == 0 and run.clock() - self._saved >= SAVE_SECONDS:
             self._saved = run.clock()
             run.save(run.record.seconds + self._saved - run.started)
-
-
-def slowest(comm: CommBackend, value: float) -> float:
-    """The largest of the ranks' values."""
-    return float(max(gather_json(comm, "slowest rank", value)))
 
 
 def _judged(error: float) -> tuple[float | None, str]:

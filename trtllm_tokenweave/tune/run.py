@@ -25,6 +25,7 @@ from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import ModelConfig
 from trtllm_tokenweave.passes import WeaveOptions
 from trtllm_tokenweave.plugin_library import plugin_library, register_reference
+from trtllm_tokenweave.progress import print_progress
 from trtllm_tokenweave.table import MeasuredOn, TuningTable, save_table
 from trtllm_tokenweave.table.files import read_json, read_text
 from trtllm_tokenweave.table.measured import layer_gemms
@@ -151,7 +152,7 @@ class _Session:
 
     def say(self, what: str) -> None:
         """Progress on stderr."""
-        print(f"{time.monotonic() - self.started:6.1f} s  {what}", file=sys.stderr, flush=True)
+        print_progress(time.monotonic() - self.started, what)
 
     def run(self) -> dict[str, Any] | None:
         """Build the engine, tune, check, write."""
