@@ -213,7 +213,7 @@ class E2eRunner(RankTimer):
         self.engines: dict[Variant, Running] = {}
         for variant in bench.variants:
             plain = self.engines.get("fuse_only") if variant in ("woven", "whole") else None
-            fused = None if plain is None else plain.memory_bytes
+            fused = None if plain is None else plain.report.memory_bytes
             self.say(f"building {variant}")
             self.engines[variant] = make_engine(bench, variant, comm, folder, fused)
         self._outputs = {variant: self._output(variant) for variant in bench.variants}

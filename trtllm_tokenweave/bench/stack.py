@@ -12,7 +12,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from trtllm_tokenweave.device import DeviceArray, Stream
 from trtllm_tokenweave.engine import Engine
 from trtllm_tokenweave.engine_context import Array, Binding, Bindings, EngineContext
 from trtllm_tokenweave.errors import TokenWeaveError
+from trtllm_tokenweave.inspection import BuildReport
 from trtllm_tokenweave.plugin_library import plugin_library
 from trtllm_tokenweave.recorder.enums import TRT_NAMES, numpy_dtype
 from trtllm_tokenweave.step_graphs import StepGraphs
@@ -71,9 +72,7 @@ class Running:
 
     context: EngineContext
     graphs: StepGraphs
-    memory_bytes: int
-    plan_bytes: int
-    checks: list[str] = field(default_factory=list)
+    report: BuildReport
 
     @classmethod
     def make(
@@ -96,17 +95,21 @@ class Running:
     def of_plan(cls, plan: Plan, comm: CommBackend, *, symmetric: bool) -> Running:
         """Load; all ranks together."""
         context = Engine.of_plan(plan, comm).context(symmetric=symmetric)
-        checks = [str(check) for check in plan.report.checks]
-        return cls(context, StepGraphs(context), plan.report.memory_bytes, plan.report.plan_bytes, checks)
+        return cls(context, StepGraphs(context), plan.report)
 
     def document(self) -> dict[str, Any]:
         """What results say of it."""
-        return {
-            "memory_bytes": self.memory_bytes,
-            "plan_bytes": self.plan_bytes,
-            "symmetric": self.context.symmetric,
-            "checks": self.checks,
-        }
+        return engine_document(self.report, self.context)
+
+
+def engine_document(report: BuildReport, context: EngineContext) -> dict[str, Any]:
+    """What results say of an engine."""
+    return {
+        "memory_bytes": report.memory_bytes,
+        "plan_bytes": report.plan_bytes,
+        "symmetric": context.symmetric,
+        "checks": [str(check) for check in report.checks],
+    }
 
 
 def close_all(engines: Iterable[Running], stream: Stream) -> None:
@@ -135,7 +138,7 @@ class StackRunner(RankTimer):
         for variant in VARIANTS:
             for gemm in bench.gemms if variant == "woven" else ("trt",):
                 name = f"woven_{gemm}" if variant == "woven" else variant
-                fused = self.engines["fuse_only"].memory_bytes if variant == "woven" else None
+                fused = self.engines["fuse_only"].report.memory_bytes if variant == "woven" else None
                 self.say(f"building {name}")
                 self.engines[name] = Running.make(bench, variant, gemm, comm, folder, fused)
 

@@ -24,7 +24,7 @@ import numpy as np
 from trtllm_tokenweave.agreement import gather_json, on_all_ranks
 from trtllm_tokenweave.bench.e2e import PEER, PREFIX_INPUT, E2eBench, Variant, make_plan, relative_error
 from trtllm_tokenweave.bench.rank_timing import GAP_SECONDS, RankReporter, median
-from trtllm_tokenweave.bench.stack import TOLERANCE
+from trtllm_tokenweave.bench.stack import TOLERANCE, engine_document
 from trtllm_tokenweave.bench.trace import KINDS, Schedule, Trace, TraceStep, make_schedule
 from trtllm_tokenweave.comm import CommBackend
 from trtllm_tokenweave.decoder import DecoderModel
@@ -327,12 +327,7 @@ def load_engine(
         wanted=plan.result.mode,
     )
     step = EngineStep(Engine.of_plan(plan, comm), model, limits.cache(engines.config, comm.size))
-    return step, {
-        "memory_bytes": plan.report.memory_bytes,
-        "plan_bytes": plan.report.plan_bytes,
-        "symmetric": step.contexts[0].symmetric,
-        "checks": [str(check) for check in plan.report.checks],
-    }
+    return step, engine_document(plan.report, step.contexts[0])
 
 
 def measure_trace(bench: TraceBench, comm: CommBackend, cache: Path | None = None) -> dict[str, Any]:
