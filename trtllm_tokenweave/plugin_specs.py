@@ -22,6 +22,7 @@ ALL_REDUCE_RMS_NORM = "AllReduceRmsNorm"
 STREAM_JOIN = "StreamJoin"
 ATTENTION = "TokenWeaveAttention"
 BATCH_SPLIT = "TokenWeaveBatchSplit"
+SUFFIX_ROWS = "TokenWeaveSuffixRows"
 GEMM = "Gemm"
 
 #: Shape and dtype of the chain: the tiny tensor that orders all collectives and joins of a network.
@@ -160,6 +161,20 @@ def _batch_split(_fields: Fields, inputs: Sequence[TensorDesc]) -> list[TensorDe
     return [TensorDesc(dtype, shape) for dtype, shape in device * 2]
 
 
+def _suffix_rows(fields: Fields, inputs: Sequence[TensorDesc]) -> list[TensorDesc]:
+    """Inputs: tensor [n, width], prefix_ref [prefix rows, ...]; output [min(n - prefix rows, max_rows), width].
+
+    The rows behind the prefix's. No slice layer: of one that stands between two plugins' tensors TensorRT 10.6 makes a
+    copy that starts at row 0.
+    """
+    _need(len(inputs) == 2, f"has {len(inputs)} inputs, expected 2")
+    x, prefix = inputs
+    _need(len(x.shape) == 2, f"tensor has shape {x.shape}, expected [tokens, width]")
+    _need(len(prefix.shape) > 0, "the prefix's reference has no dimension")
+    rows = -1 if -1 in (x.shape[0], prefix.shape[0]) else min(x.shape[0] - prefix.shape[0], int(fields["max_rows"]))
+    return [TensorDesc(x.dtype, (rows, x.shape[1]))]
+
+
 def _gemm(fields: Fields, inputs: Sequence[TensorDesc]) -> list[TensorDesc]:
     """Inputs: x [m, k], weight ([n, k] with transb, else [k, n]), num_tokens_ref, batch_ref; output [m, n]."""
     _need(len(inputs) == 4, f"has {len(inputs)} inputs, expected 4")
@@ -246,5 +261,14 @@ SPECS: tuple[PluginSpec, ...] = (
         # Of a step that the network is woven for: the halves have no rows for more.
         fields=(_int32("max_num_tokens", 1),),
         outputs=_batch_split,
+    ),
+    PluginSpec(
+        SUFFIX_ROWS,
+        VERSION,
+        NAMESPACE,
+        v2=False,
+        # The bound that TensorRT sizes the suffix half by.
+        fields=(_int32("max_rows", 1),),
+        outputs=_suffix_rows,
     ),
 )

@@ -14,6 +14,7 @@
 #include "layer_step.h"
 #include "log.h"
 #include "stream_join_plugin.h"
+#include "suffix_rows_plugin.h"
 #include "tensorrt_library.h"
 #include "tokenweave/plugins.h"
 
@@ -64,8 +65,9 @@ TW_API nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
   static Creator<BatchSplitPlugin> batch_split;
   static Creator<GemmPlugin> gemm;
   static Creator<StreamJoinPlugin> stream_join;
-  static nvinfer1::IPluginCreatorInterface* const creators[] = {&all_reduce_rms_norm, &attention, &batch_split, &gemm,
-                                                                &stream_join};
+  static Creator<SuffixRowsPlugin> suffix_rows;
+  static nvinfer1::IPluginCreatorInterface* const creators[] = {&all_reduce_rms_norm, &attention,  &batch_split, &gemm,
+                                                                &stream_join,         &suffix_rows};
   count = static_cast<int32_t>(std::size(creators));
   return creators;
 }

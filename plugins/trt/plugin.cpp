@@ -4,11 +4,9 @@
 #include "cuda_status.h"
 
 namespace tokenweave::trt {
-namespace {
 
 using nvinfer1::DataType;
 
-/// Bytes of a tensor of whole-byte elements. Joins pass on activations and chains, never 4-bit data.
 size_t bytes_of(const nvinfer1::PluginTensorDesc& desc) {
   size_t bytes = 1;
   switch (desc.type) {
@@ -29,8 +27,6 @@ size_t bytes_of(const nvinfer1::PluginTensorDesc& desc) {
   for (int32_t i = 0; i < desc.dims.nbDims; ++i) bytes *= static_cast<size_t>(desc.dims.d[i]);
   return bytes;
 }
-
-}  // namespace
 
 nvinfer1::IPluginCapability* Plugin::getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept {
   switch (type) {

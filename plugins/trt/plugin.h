@@ -95,6 +95,9 @@ class PluginWithFields : public Plugin {
   std::unique_ptr<FieldWriter> serialized_;
 };
 
+/// Bytes of a tensor of whole-byte elements: what our plugins pass on are activations and chains, never 4-bit data.
+size_t bytes_of(const nvinfer1::PluginTensorDesc& desc);
+
 /// Copies outputs that TensorRT did not alias to the input of the same index, and counts them.
 Status copy_unaliased(const nvinfer1::PluginTensorDesc* descs, const void* const* inputs, void* const* outputs,
                       int32_t count, cudaStream_t stream);

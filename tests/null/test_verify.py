@@ -13,6 +13,7 @@ import trtllm_tokenweave.recorder as trt
 from trtllm_tokenweave.errors import TokenWeaveError
 from trtllm_tokenweave.llama import NetworkOptions, build_llama
 from trtllm_tokenweave.mapping import Mapping
+from trtllm_tokenweave.network import Graph
 from trtllm_tokenweave.passes import Baseline, WeaveOptions, names, verify, weave
 from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, ATTENTION, BATCH_SPLIT, AttentionRole, Half
 from trtllm_tokenweave.recorder import rules as recorder_rules
@@ -144,9 +145,37 @@ def stock_collective_inside(network: trt.RecordedNetwork) -> None:
             reader.set_input(position, extra.outputs[0])
 
 
+def takes_rows_of_another_tensor(network: trt.RecordedNetwork) -> None:
+    suffix = layer(network, names.rows(Half.SUFFIX))
+    own: trt.ITensor = suffix.inputs[0]  # type: ignore[assignment]
+    suffix.set_input(0, network.add_input("other", own.dtype, own.shape))
+
+
+def counts_the_rows_of_another_tensor(network: trt.RecordedNetwork) -> None:
+    suffix = layer(network, names.rows(Half.SUFFIX))
+    suffix.set_input(1, suffix.inputs[0])  # type: ignore[arg-type]
+
+
+def starts_behind_row_0(network: trt.RecordedNetwork) -> None:
+    prefix = layer(network, names.rows(Half.PREFIX))
+    zero: trt.ITensor = prefix.inputs[1]  # type: ignore[assignment]
+    prefix.set_input(1, network.add_elementwise(zero, zero, trt.ElementWiseOperation.SUM).outputs[0])
+
+
+def counts_other_tokens(network: trt.RecordedNetwork) -> None:
+    graph = Graph(network)
+    width = graph.producer[graph.named[names.rows(Half.PREFIX)].inputs[2] or ""]
+    within = graph.producer[graph.producer[width.inputs[0] or ""].inputs[0] or ""].layer
+    within.set_input(1, within.inputs[0])
+
+
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
+        (takes_rows_of_another_tensor, "has no counterpart that takes the rows behind it of the same tensor"),
+        (counts_the_rows_of_another_tensor, "has no counterpart that takes the rows behind it of the same tensor"),
+        (starts_behind_row_0, "does not start at row 0"),
+        (counts_other_tokens, "is not bounded by the step's tokens"),
         (reads_other_half, "has no twin in the suffix half"),
         (swaps_the_halves, "does not concatenate the prefix half and the suffix half"),
         (never_joined, "never joined"),

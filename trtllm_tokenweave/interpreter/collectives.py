@@ -19,6 +19,7 @@ from trtllm_tokenweave.plugin_specs import (
     GEMM,
     NAMESPACE,
     STREAM_JOIN,
+    SUFFIX_ROWS,
     VERSION,
     Half,
     shard_rows,
@@ -200,3 +201,11 @@ def stream_join(ctx: KernelContext, fields: Fields, inputs: list[Array]) -> list
     """Hand the aliased tensors through; waiting is the business of whoever runs the layers."""
     del ctx
     return [*inputs[: _int(fields, "num_aliased")], inputs[-1]]
+
+
+@kernel(SUFFIX_ROWS, VERSION, NAMESPACE)
+def suffix_rows(ctx: KernelContext, fields: Fields, inputs: list[Array]) -> list[Array]:
+    """The rows behind the prefix's, at most ``max_rows``."""
+    del ctx
+    x, prefix = inputs
+    return [x[len(prefix) :][: _int(fields, "max_rows")].copy()]

@@ -84,12 +84,12 @@ def layer_number(network: Any) -> int:
     return int(network.num_layers) - 1
 
 
-def half_sizes(math: SizeMath, lookup: PrefixLookup, tokens: Any, sequences: Any, given: Any = None) -> tuple[Any, Any]:
-    """Rows of the prefix and of the suffix as [1]-shaped INT64 tensors.
+def prefix_size(math: SizeMath, lookup: PrefixLookup, tokens: Any, sequences: Any, given: Any = None) -> Any:
+    """Rows of the prefix as a [1]-shaped INT64 tensor.
 
     Computes what ``PrefixLookup.evaluate`` computes: prefix = min(n, rows[batch bucket, token bucket] + below *
-    min_tokens, max_prefix) with below = 1 under the threshold, suffix = min(n - prefix, max_suffix). Both maxima
-    are constants: without them TensorRT sizes either half for the whole step.
+    min_tokens, max_prefix) with below = 1 under the threshold. The maximum is a constant: without it TensorRT sizes
+    the half for the whole step. (The suffix's bound is a field of TokenWeaveSuffixRows.)
 
     Args:
         math: Builder of the size arithmetic.
@@ -100,9 +100,7 @@ def half_sizes(math: SizeMath, lookup: PrefixLookup, tokens: Any, sequences: Any
     """
     n = math.size(tokens, 0, "num_tokens")
     rows = _looked_up(math, lookup, n, sequences) if given is None else math.size(given, 0, "prefix_tokens")
-    prefix = math.op(math.op(rows, n, "MIN"), lookup.max_prefix, "MIN")
-    suffix = math.op(math.op(n, prefix, "SUB"), lookup.max_suffix, "MIN")
-    return prefix, suffix
+    return math.op(math.op(rows, n, "MIN"), lookup.max_prefix, "MIN")
 
 
 def _looked_up(math: SizeMath, lookup: PrefixLookup, n: Any, sequences: Any) -> Any:

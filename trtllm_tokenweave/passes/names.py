@@ -28,12 +28,12 @@ def clone(name: str) -> str:
 
 
 def rows(half: Half) -> str:
-    """Layer name of the slice that gives a half its rows at the region's entry."""
+    """Layer name of what gives a half its rows at the region's entry."""
     return f"{PREFIX}/rows/{half.name.lower()}"
 
 
 def attention_rows(site: int, number: int, half: Half) -> str:
-    """Layer name of the slice that gives a half its rows of the ``number``-th whole attention before a site."""
+    """Layer name of what gives a half its rows of the ``number``-th whole attention before a site."""
     return f"{PREFIX}/site_{site}/attention_rows_{number}/{half.name.lower()}"
 
 

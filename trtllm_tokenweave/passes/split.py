@@ -13,7 +13,7 @@ from trtllm_tokenweave.passes import names
 from trtllm_tokenweave.passes.clone import clone_layer
 from trtllm_tokenweave.passes.gemm import beside
 from trtllm_tokenweave.passes.join import thread_chain
-from trtllm_tokenweave.passes.lookup import SizeMath, half_sizes
+from trtllm_tokenweave.passes.lookup import SizeMath, prefix_size
 from trtllm_tokenweave.passes.order import serial_order
 from trtllm_tokenweave.passes.plan import WeavePlan
 from trtllm_tokenweave.plugin_specs import (
@@ -23,6 +23,7 @@ from trtllm_tokenweave.plugin_specs import (
     GEMM,
     NAMESPACE,
     STREAM_JOIN,
+    SUFFIX_ROWS,
     VERSION,
     AttentionRole,
     Half,
@@ -38,7 +39,7 @@ _HALVES = (Half.PREFIX, Half.SUFFIX)
 def split(network: Any, plan: WeavePlan) -> None:
     """Cut the plan's region in two.
 
-    The rows of the halves are sliced once at the region's entry and concatenated once at its end. After this
+    The rows of the halves are taken apart once at the region's entry and concatenated once at its end. After this
     step each collective is joined at once and the suffix half follows the prefix half: correct, not yet overlapped.
     """
     if plan.region is not None:
@@ -71,7 +72,7 @@ class _Splitter:
         first = next(n for n in self.nodes if n.plugin_name == ALL_REDUCE_RMS_NORM)
         *_, tokens_ref, batch_ref, chain_start = (tensors[n] for n in first.inputs if n is not None)
         given = None if self.prefix_input is None else tensors[self.prefix_input]
-        self.sizes = half_sizes(self.math, self.region.lookup, tokens_ref, batch_ref, given)
+        self.prefix_size = prefix_size(self.math, self.region.lookup, tokens_ref, batch_ref, given)
         self.chain_start = chain_start
         prefix_rows, suffix_rows = self._rows(entry, names.rows)
         # Attention left whole waits for both halves: a gate at the entry would wait for itself.
@@ -130,22 +131,20 @@ class _Splitter:
         return (count - 3, count - 2) if node.plugin_name == ALL_REDUCE_RMS_NORM else ()
 
     def _rows(self, tensor: Any, name_of: Any) -> tuple[Any, Any]:
-        """Slices [prefix, width] and [suffix, width] of a [tokens, width] tensor."""
-        width = int(tensor.shape[1])
-        starts = (self.math.const(0, 0), self.math.join(self.sizes[0], 0))
-        out = []
-        for half, start, rows in zip(_HALVES, starts, self.sizes, strict=True):
-            layer = self.network.add_slice(tensor, (0, 0), (0, 0), (1, 1))
-            layer.name = name_of(half)
-            layer.set_input(1, start)
-            layer.set_input(2, self.math.join(rows, width))
-            out.append(layer.get_output(0))
-        return out[0], out[1]
+        """Rows [prefix, width] and [suffix, width] of a [tokens, width] tensor."""
+        layer = self.network.add_slice(tensor, (0, 0), (0, 0), (1, 1))
+        layer.name = name_of(Half.PREFIX)
+        layer.set_input(1, self.math.const(0, 0))
+        layer.set_input(2, self.math.join(self.prefix_size, int(tensor.shape[1])))
+        prefix = layer.get_output(0)
+        fields: dict[str, FieldValue] = {"max_rows": self.region.lookup.max_suffix}
+        key, name = (SUFFIX_ROWS, VERSION, NAMESPACE), name_of(Half.SUFFIX)
+        return prefix, trt.add_plugin(self.network, key, name, fields, [tensor, prefix]).get_output(0)
 
     # ---- attention
 
     def _whole_attention(self, node: Node, site: int, number: int) -> None:
-        """Leave an attention layer whole: concatenate the halves before it, slice its result after it."""
+        """Leave an attention layer whole: concatenate the halves before it, take its result apart after it."""
         qkv, result = node.inputs[0], node.outputs[0]
         assert qkv is not None
         joined = self.network.add_concatenation([self.graph.tensors[qkv], self.suffix[qkv]])

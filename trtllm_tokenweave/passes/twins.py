@@ -15,6 +15,7 @@ from trtllm_tokenweave.plugin_specs import (
     GEMM,
     NAMESPACE,
     STREAM_JOIN,
+    SUFFIX_ROWS,
     VERSION,
     Half,
 )
@@ -47,48 +48,43 @@ def halves_match(graph: Graph) -> list[str]:
         return []
     rows = {half: _rows(graph, half) for half in (Half.PREFIX, Half.SUFFIX)}
     if names.rows(Half.PREFIX) not in rows[Half.PREFIX] or names.rows(Half.SUFFIX) not in rows[Half.SUFFIX]:
-        return ["a half has no rows: a slice at the region's entry is missing"]
+        return ["a half has no rows: they are not taken at the region's entry"]
     problems = _cuts(graph, rows)
     return problems or _Twins(graph, rows).check()
 
 
 def _rows(graph: Graph, half: Half) -> dict[str, Node]:
-    """The slices of the pass that give a half its rows, by name."""
-    return {n.name: n for n in graph.nodes if n.kind == "SLICE" and n in graph.live and names.is_rows(n.name, half)}
+    """The layers of the pass that give a half its rows, by name."""
 
+    def gives_rows(node: Node) -> bool:
+        return node.kind == "SLICE" if half is Half.PREFIX else node.plugin_name == SUFFIX_ROWS
 
-def _parts(graph: Graph, name: str | None) -> list[str | None]:
-    """What a shape tensor is concatenated from."""
-    node = graph.producer.get(name or "")
-    return list(node.inputs) if node is not None and node.kind == "CONCATENATION" else [name]
+    return {n.name: n for n in graph.nodes if n in graph.live and names.is_rows(n.name, half) and gives_rows(n)}
 
 
 def _cuts(graph: Graph, rows: dict[Half, dict[str, Node]]) -> list[str]:
-    """Prefix [0, p), suffix [p, p + s) with s = min(n - p, constant) and n the rows of the token reference."""
+    """Prefix [0, p), and the suffix is what is behind it, of all tensors alike; p = min(rows, n, constant)."""
     problems = []
-    sizes: set[tuple[str | None, str | None]] = set()
+    sizes: set[tuple[str | None, int]] = set()
     for name, prefix in rows[Half.PREFIX].items():
         suffix = rows[Half.SUFFIX].get(name.removesuffix("prefix") + "suffix")
-        if suffix is None or prefix.inputs[0] != suffix.inputs[0] or not len(prefix.inputs) == len(suffix.inputs) == 3:
-            problems.append(f"layer {name} has no counterpart that slices the same tensor")
+        if suffix is None or suffix.inputs != [prefix.inputs[0], prefix.outputs[0]] or len(prefix.inputs) != 3:
+            problems.append(f"layer {name} has no counterpart that takes the rows behind it of the same tensor")
             continue
-        p, s = _parts(graph, prefix.inputs[2])[0], _parts(graph, suffix.inputs[2])[0]
-        sizes.add((p, s))
+        width = graph.producer.get(prefix.inputs[2] or "")
+        sizes.add((width.inputs[0] if width is not None else None, int(suffix.fields["max_rows"])))
         zero = graph.producer.get(prefix.inputs[1] or "")
-        if zero is None or zero.kind != "CONSTANT" or _parts(graph, suffix.inputs[1])[0] != p:
-            problems.append(f"layer {suffix.name} does not start where {name} ends")
-        if _parts(graph, prefix.inputs[2])[1:] != _parts(graph, suffix.inputs[2])[1:]:
-            problems.append(f"layer {suffix.name} is not as wide as {name}")
+        if zero is None or zero.kind != "CONSTANT":
+            problems.append(f"layer {name} does not start at row 0")
     if len(sizes) != 1 or len(rows[Half.PREFIX]) != len(rows[Half.SUFFIX]):
         return [*problems, "the halves are not cut at one place"]
-    ((p, s),) = sizes
-    bounded, limit = graph.producer.get(s or ""), graph.producer.get(p or "")
-    rest = graph.producer.get((bounded.inputs[0] if bounded is not None else None) or "")
-    ops = [None if n is None else n.op() for n in (bounded, limit, rest)]
-    if rest is None or ops != ["MIN", "MIN", "SUB"]:
-        return [*problems, "the halves' sizes are not computed as min(rows, n) and min(n - prefix, bound)"]
-    if rest.inputs[1] != p or not _is_token_count(graph, rest.inputs[0]):
-        problems.append("the suffix's size is not what the prefix leaves of the step's tokens")
+    ((size, _),) = sizes
+    bounded = graph.producer.get(size or "")
+    within = graph.producer.get((bounded.inputs[0] if bounded is not None else None) or "")
+    if bounded is None or within is None or (bounded.op(), within.op()) != ("MIN", "MIN"):
+        return [*problems, "the prefix's size is not computed as min(rows, n, bound)"]
+    if not _is_token_count(graph, within.inputs[1]):
+        problems.append("the prefix's size is not bounded by the step's tokens")
     return problems
 
 
@@ -162,7 +158,9 @@ class _Twins:
         while todo:
             for node, position in self.graph.readers[todo.pop()]:
                 chain = is_chained(node) and position == len(node.inputs) - 1
-                if node not in self.graph.live or node in found or chain:
+                # The suffix's rows are taken by the prefix's, of which only the number is read.
+                counted = node.plugin_name == SUFFIX_ROWS and position == 1
+                if node not in self.graph.live or node in found or chain or counted:
                     continue
                 found.add(node)
                 if not _ends_half(node):

@@ -327,7 +327,7 @@ def _nothing_of_ours_is_dead(graph: Graph) -> list[str]:
 
 def _sizes_are_small(graph: Graph) -> list[str]:
     """What the halves' sizes are looked up in: TensorRT takes larger shape tensors for data, without a word."""
-    slices = [n for n in graph.nodes if n in graph.live and any(names.is_rows(n.name, half) for half in Half)]
+    slices = [n for n in graph.nodes if n in graph.live and names.is_rows(n.name, Half.PREFIX)]
     shaped = frozenset(name for n in graph.nodes if n.kind == "SHAPE" for name in n.inputs if name is not None)
     sources = graph.ancestors((name for n in slices for name in n.inputs[1:] if name is not None), shaped)
     return [

@@ -61,6 +61,8 @@ class FakeExprs final : public nvinfer1::IExprBuilder, private nvinfer1::apiv::V
                                             const nvinfer1::IDimensionExpr& b) noexcept override {
     const char* const sign = op == nvinfer1::DimensionOperation::kCEIL_DIV ? "ceil/"
                              : op == nvinfer1::DimensionOperation::kPROD   ? "*"
+                             : op == nvinfer1::DimensionOperation::kSUB    ? "-"
+                             : op == nvinfer1::DimensionOperation::kMIN    ? "min"
                                                                            : "?";
     return make(static_cast<const FakeExpr&>(a).text + " " + sign + " " + static_cast<const FakeExpr&>(b).text, false,
                 0);

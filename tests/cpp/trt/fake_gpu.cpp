@@ -134,7 +134,8 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status)
   return answer("cudaStreamIsCapturing");
 }
 
-cudaError_t cudaMemcpyAsync(void*, const void*, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void*, const void* source, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  gpu().copied_from = source;
   gpu().calls.push_back("copy " + std::to_string(bytes) + " " + name_of(stream));
   return answer("cudaMemcpyAsync");
 }

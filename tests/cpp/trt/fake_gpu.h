@@ -29,6 +29,7 @@ struct FakeGpu {
   TwFabric fabric = TW_FABRIC_MULTIMEM;
   std::string memory_reason;
   alignas(16) uint8_t tensor_memory[1024] = {};  ///< as much of it as the newest group asked for
+  const void* copied_from = nullptr;             ///< by the newest copy
   std::function<int64_t(int64_t)> peer_offset;   ///< of the other ranks' tensor, for this rank's; none: the same
 
   std::vector<TwGroupConfig> groups;  ///< all that were created
