@@ -106,6 +106,14 @@ def test_input_ids_of_an_embedding_stand_for_the_step() -> None:
     assert make_plan(network, options()).tokens_ref == "input_ids"
 
 
+def test_and_of_an_embedding_that_is_summed_over_the_ranks() -> None:
+    stack = Stack()
+    ids = stack.network.add_input("input_ids", trt.int32, (-1,))
+    words = stack.network.add_gather(embedding(stack, "emb", 32, 8), ids, 0).outputs[0]
+    network = sites(stack, all_reduce(stack, words, "embedding/all_reduce"))
+    assert make_plan(network, options()).tokens_ref == "input_ids"
+
+
 def test_a_branch_that_does_not_come_from_the_residual_stream_is_not_split() -> None:
     """Vocabulary embedding reduced over ranks, position embedding as the residual."""
 

@@ -118,14 +118,15 @@ def make_plan(network: Any, options: WeaveOptions) -> WeavePlan:
 def _tokens_ref(graph: Graph, entry: str) -> str:
     """A network input with as many rows as ``entry``, where that can be proven; else ``entry`` itself.
 
-    Inputs are bound for the whole step anyway, so nothing is kept alive for them.
+    Inputs are bound for the whole step anyway, so nothing is kept alive for them. A sum over ranks, of an embedding
+    whose vocabulary they share, has the rows of what it sums.
     """
     if entry in graph.inputs:
         return entry
     for name in graph.inputs:
         nodes = graph.between(name, [entry])
         if graph.shape(name)[:1] == (-1,) and nodes:
-            rows = RowWise(graph, name)
+            rows = RowWise(graph, name, (n.name for n in nodes if n.plugin_name == "AllReduce"))
             if not rows.check(graph.ordered(nodes)) and rows.rows.get(entry) is Rows.TOKEN:
                 return name
     return entry
