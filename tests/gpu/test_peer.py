@@ -1,4 +1,4 @@
-"""Two GPUs over peer memory, one process each."""
+"""Ranks over peer memory, one process each: two, and four and eight, which take turns where there are fewer GPUs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,26 @@ from trtllm_tokenweave.native import AUTO, BULK, CP_ASYNC, CUDA_MEMORY, NCCL_MEM
 MEGABYTE = 1 << 20
 STRESS_ITERATIONS = int(os.environ.get("TOKENWEAVE_STRESS", "100000"))
 TIMEOUT_MS = 1500
+GPUS = torch.cuda.device_count()
+#: Numbers of ranks.
+SIZES = (2, 4, 8)
 MEMORY = "TOKENWEAVE_SYMMETRIC_MEMORY"
 needs_nccl = pytest.mark.skipif(
     torch.cuda.nccl.version() < (2, 29, 2), reason="PyTorch has loaded an NCCL before 2.29.2 (LD_PRELOAD another)"
 )
 
 
-def make_group(rank: int, address: str, *, owner: int | None = None, **fields: int) -> Group:
+def device_of(rank: int) -> torch.device:
+    """Its own, or one that it shares."""
+    return torch.device("cuda", rank % GPUS)
+
+
+def make_group(rank: int, address: str, *, size: int = 2, owner: int | None = None, **fields: int) -> Group:
     """The group; its memory has the `owner`, by default the one that the environment asks for."""
-    torch.cuda.set_device(rank)
+    device = device_of(rank)
+    torch.cuda.set_device(device)
     sizes = {"tensor_bytes": 900 * MEGABYTE, "staging_bytes": 600 * MEGABYTE, "timeout_ms": 20000} | fields
-    group = Group(2, rank=rank, device=rank, bootstrap=address.encode(), allow_multicast=0, **sizes)
+    group = Group(size, rank=rank, device=device.index, bootstrap=address.encode(), allow_multicast=0, **sizes)
     if owner is None:
         owner = NCCL_MEMORY if os.environ.get(MEMORY) == "nccl" else CUDA_MEMORY
     info = group.info()
@@ -52,9 +61,9 @@ def checksum(tensor: torch.Tensor) -> int:
     return int((words * (torch.arange(words.numel(), device=words.device).view(words.shape) % 1000003 + 1)).sum())
 
 
-def correctness(rank: int, address: str) -> list[int]:
-    group = make_group(rank, address)
-    device = torch.device("cuda", rank)
+def correctness(rank: int, address: str, size: int = 2) -> list[int]:
+    group = make_group(rank, address, size=size)
+    device = device_of(rank)
     sums = []
     variants = [
         Variant(),
@@ -71,13 +80,13 @@ def correctness(rank: int, address: str) -> list[int]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for variant in variants:
             for seed, (tokens, hidden) in enumerate(sizes):
-                shape = Shape(2, tokens, hidden, dtype)
+                shape = Shape(size, tokens, hidden, dtype)
                 with_bias = seed % 2 == 1
                 run_and_check(group, exact_problem(shape, device, seed, with_bias=with_bias), variant, exact=True)
                 run_and_check(group, random_problem(shape, device, seed, with_bias=with_bias), variant, exact=False)
     for hidden in (8192, 16384):
         for tokens, loader in ((8192, AUTO), (64, PUSH)):
-            problem = random_problem(Shape(2, tokens, hidden, torch.bfloat16), device, 5, with_bias=False)
+            problem = random_problem(Shape(size, tokens, hidden, torch.bfloat16), device, 5, with_bias=False)
             tensors = [place(group, rank, problem, Variant(loader=loader))]
             torch.cuda.synchronize()
             launch(group, problem, Variant(loader=loader), tensors)
@@ -87,10 +96,10 @@ def correctness(rank: int, address: str) -> list[int]:
     return sums
 
 
-def stress(rank: int, address: str) -> int:
+def stress(rank: int, address: str, size: int = 2) -> int:
     """Iterations whose inputs change and whose ranks stall at random; returns how many gave a wrong value."""
-    group = make_group(rank, address)
-    device = torch.device("cuda", rank)
+    group = make_group(rank, address, size=size)
+    device = device_of(rank)
     stalls = random.Random(rank)
     shared = random.Random(99)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
@@ -105,12 +114,12 @@ def stress(rank: int, address: str) -> int:
         (7, Variant(loader=PUSH, symmetric=False, in_place=False, ctas=3)),
     ):
         for seed in range(3):
-            problem = exact_problem(Shape(2, tokens, 2048, torch.bfloat16), device, seed, with_bias=False)
+            problem = exact_problem(Shape(size, tokens, 2048, torch.bfloat16), device, seed, with_bias=False)
             total = problem.inputs.double().sum(0) + problem.residual.double()
             normed = (total.sign() * problem.weight.double()).to(torch.bfloat16)
             cases.append((problem, variant, normed, total[problem.shard(rank)].to(torch.bfloat16)))
     placed = [place(group, rank, problem, variant) for problem, variant, _, _ in cases]
-    for iteration in range(STRESS_ITERATIONS):
+    for iteration in range(STRESS_ITERATIONS if size <= GPUS else STRESS_ITERATIONS // 100):
         chosen = shared.randrange(len(cases))
         problem, variant, normed, residual = cases[chosen]
         tensors = placed[chosen]
@@ -148,14 +157,14 @@ def expect_fault(group: Group, problem: Problem, variant: Variant, code: int, wo
     return seconds
 
 
-def killed(rank: int, address: str, variant: Variant) -> float:
-    group = make_group(rank, address, timeout_ms=TIMEOUT_MS)
-    problem = exact_problem(Shape(2, 256, 4096, torch.bfloat16), torch.device("cuda", rank), 0, with_bias=False)
+def killed(rank: int, address: str, variant: Variant, size: int = 2) -> float:
+    group = make_group(rank, address, size=size, timeout_ms=TIMEOUT_MS)
+    problem = exact_problem(Shape(size, 256, 4096, torch.bfloat16), device_of(rank), 0, with_bias=False)
     for _ in range(10):
         run_and_check(group, problem, variant, exact=True)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    seconds = expect_fault(group, problem, variant, TIMEOUT, "rank 0 with rank 1 at the start of a call")
+    seconds = expect_fault(group, problem, variant, TIMEOUT, f"rank {rank} with rank 1 at the start of a call")
     with pytest.raises(LibraryError, match="rank 1"):
         group.close()
     return seconds
@@ -164,7 +173,7 @@ def killed(rank: int, address: str, variant: Variant) -> float:
 def lost(rank: int, address: str) -> float:
     """Rank 1 dies and the kernel of rank 0 takes its CUDA context along; returns the seconds that it took to leave."""
     group = make_group(rank, address, timeout_ms=TIMEOUT_MS, trap_on_fault=1)
-    problem = exact_problem(Shape(2, 256, 4096, torch.bfloat16), torch.device("cuda", rank), 0, with_bias=False)
+    problem = exact_problem(Shape(2, 256, 4096, torch.bfloat16), device_of(rank), 0, with_bias=False)
     run_and_check(group, problem, Variant(), exact=True)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -180,7 +189,7 @@ def lost(rank: int, address: str) -> float:
 
 def disagreement(rank: int, address: str, variants: tuple[Variant, Variant], tokens: tuple[int, int]) -> float:
     group = make_group(rank, address, timeout_ms=TIMEOUT_MS)
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     problem = exact_problem(Shape(2, tokens[rank], 4096, torch.bfloat16), device, 0, with_bias=False)
     words = f"rank {rank} with rank {1 - rank} at the start of a call"
     seconds = expect_fault(group, problem, variants[rank], RANKS_DISAGREE, words)
@@ -191,7 +200,7 @@ def disagreement(rank: int, address: str, variants: tuple[Variant, Variant], tok
 def late(rank: int, address: str) -> None:
     """Rank 1 owns no row of the call and gives up on it, another one queued behind it; then rank 0 comes."""
     group = make_group(rank, address, timeout_ms=TIMEOUT_MS)
-    device = torch.device("cuda", rank)
+    device = device_of(rank)
     shape = Shape(2, 1, 4096, torch.bfloat16)
     first, second = (exact_problem(shape, device, seed, with_bias=False) for seed in (0, 1))
     variant = Variant(loader=PUSH, symmetric=False, in_place=False)
@@ -215,16 +224,17 @@ def asked_by_one(rank: int, address: str) -> bytes:
     if rank == 0:
         os.environ[MEMORY] = "nccl"
     group = make_group(rank, address, owner=CUDA_MEMORY)
-    problem = exact_problem(Shape(2, 64, 4096, torch.bfloat16), torch.device("cuda", rank), 0, with_bias=False)
+    problem = exact_problem(Shape(2, 64, 4096, torch.bfloat16), device_of(rank), 0, with_bias=False)
     run_and_check(group, problem, Variant(), exact=True)
     reason = bytes(group.info().memory_reason)
     group.close()
     return reason
 
 
-def test_values() -> None:
-    first, second = run_ranks(correctness)
-    assert first == second, "the ranks hold different results"
+@pytest.mark.parametrize("size", SIZES)
+def test_values(size: int) -> None:
+    first, *others = run_ranks(partial(correctness, size=size), size=size)
+    assert all(other == first for other in others), "the ranks hold different results"
 
 
 @needs_nccl
@@ -257,18 +267,21 @@ def test_all_ranks_do_without_nccl_where_one_does_not_ask() -> None:
     assert run_ranks(asked_by_one) == [b"rank 1: TOKENWEAVE_SYMMETRIC_MEMORY is not nccl", b""]
 
 
-def test_stalled_ranks_give_no_wrong_value() -> None:
-    assert run_ranks(stress, timeout=400) == [0, 0]
+@pytest.mark.parametrize("size", SIZES)
+def test_stalled_ranks_give_no_wrong_value(size: int) -> None:
+    assert run_ranks(partial(stress, size=size), size=size, timeout=400) == [0] * size
 
 
 LOADERS = [Variant(loader=loader, in_place=False) for loader in (AUTO, BULK, PUSH)]
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("variant", LOADERS, ids=lambda v: str(v.loader))
-def test_a_killed_rank_is_a_timeout_on_the_other(variant: Variant) -> None:
-    seconds, died = run_ranks(partial(killed, variant=variant))
+def test_a_killed_rank_is_a_timeout_on_the_others(variant: Variant, size: int) -> None:
+    first, died, *others = run_ranks(partial(killed, variant=variant, size=size), size=size)
     assert died is None
-    assert TIMEOUT_MS / 1000 * 0.9 < seconds < TIMEOUT_MS / 1000 + 1
+    for seconds in (first, *others):
+        assert TIMEOUT_MS / 1000 * 0.9 < seconds < TIMEOUT_MS / 1000 + 1
 
 
 def test_calls_queued_behind_a_fault_reach_no_rank_that_is_late() -> None:
