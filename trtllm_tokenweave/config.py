@@ -87,6 +87,11 @@ LAUNCH = Variable(
     'For experiments: "ctas=8,threads=1024,gemm_sms=116" (any of them) instead of what tables say of split steps.',
     "as the engines' tables say",
 )
+SHARE_GPUS = Variable(
+    "NCCL_MULTI_RANK_GPU_ENABLE",
+    "NCCL's, from 2.30 on: 1 lets ranks share the GPUs where there are fewer; they take turns, slowly, for trying out.",
+    "a GPU for each rank",
+)
 OMPI_RANK = Variable("OMPI_COMM_WORLD_RANK", "Set by Open MPI's mpirun: rank of this process.", "not under Open MPI")
 OMPI_SIZE = Variable("OMPI_COMM_WORLD_SIZE", "Set by Open MPI's mpirun: number of ranks.", "not under Open MPI")
 PMI_RANK = Variable("PMI_RANK", "Set by MPICH's and Intel MPI's mpirun: rank of this process.", "not under MPICH")
@@ -107,6 +112,7 @@ VARIABLES: tuple[Variable, ...] = (
     SPLIT_ATTENTION,
     STRICT,
     DATA_HOME,
+    SHARE_GPUS,
     OMPI_RANK,
     OMPI_SIZE,
     PMI_RANK,
@@ -143,6 +149,7 @@ class Environment:
         min_tokens: Least tokens of a step that is split (`MIN_TOKENS`), or None.
         split_attention: Cut attention too (`SPLIT_ATTENTION`).
         strict: Fail where nothing could be fused (`STRICT`).
+        share_gpus: Ranks without a GPU of their own share one (`SHARE_GPUS`).
         launcher: Rank and size given by mpirun, or None outside of it. Known without loading MPI.
         launch: Launch configuration of experiments (`LAUNCH`) as it was written; read where the plugins are loaded.
     """
@@ -157,6 +164,7 @@ class Environment:
     min_tokens: int | None = None
     split_attention: bool = True
     strict: bool = False
+    share_gpus: bool = False
     launcher: Launcher | None = None
     launch: str = ""
 
@@ -202,6 +210,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         min_tokens=_count(values, MIN_TOKENS) if values.get(MIN_TOKENS.name) else None,
         split_attention=_flag(values, SPLIT_ATTENTION, default=True),
         strict=_flag(values, STRICT),
+        share_gpus=_flag(values, SHARE_GPUS),
         launcher=_launcher(values, OMPI_RANK, OMPI_SIZE) or _launcher(values, PMI_RANK, PMI_SIZE),
         launch=values.get(LAUNCH.name, ""),
     )

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from trtllm_tokenweave.config import read_environment
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
 
 Array = NDArray[Any]
@@ -89,7 +90,7 @@ def current_gpu() -> Gpu:
 
 
 def use_device(index: int) -> None:
-    """Let this thread use a device; under mpirun, one process a GPU, the rank's own.
+    """Let this thread use a device.
 
     Raises:
         UserError: when there is no such device.
@@ -99,6 +100,16 @@ def use_device(index: int) -> None:
     except CudaError as error:
         fix = "start as many ranks as there are GPUs, and let CUDA_VISIBLE_DEVICES show them all"
         raise UserError(f"device {index} cannot be used ({error})", where="CUDA", fix=fix) from error
+
+
+def use_device_of_rank(rank: int) -> None:
+    """Let this thread use the rank's own device, or with `SHARE_GPUS` one that it shares where there are too few.
+
+    Raises:
+        UserError: when there is none for this rank.
+    """
+    shared = read_environment().share_gpus
+    use_device(rank % max(int(call("cudaGetDeviceCount")), 1) if shared else rank)
 
 
 def current_device() -> int:

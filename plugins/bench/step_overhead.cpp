@@ -34,7 +34,7 @@ double median(std::vector<double> values) {
 
 Status measure(const char* folder, int rank, int size, int batch, int rounds) {
   static Logger logger;
-  TW_RETURN_IF_ERROR(tokenweave::use_device(rank));
+  TW_RETURN_IF_ERROR(tokenweave::use_device_of_rank(rank));
   TW_RETURN_IF_ERROR(tokenweave::register_plugins_of(tokenweave::reference_library_file()));
   const auto engine = tokenweave::Engine::open(folder, rank, size, logger);
   if (!engine.ok()) return engine.status();

@@ -40,7 +40,7 @@ tokenweave::Status run(const Arguments& arguments, int rank, int size) {
     if (!ids.ok()) return ids.status();
     prompts.push_back(*ids);
   }
-  TW_RETURN_IF_ERROR(tokenweave::use_device(rank));
+  TW_RETURN_IF_ERROR(tokenweave::use_device_of_rank(rank));
   for (const std::string& file : arguments.plugins) TW_RETURN_IF_ERROR(tokenweave::register_plugins_of(file));
   static Logger logger;
   const auto engine = tokenweave::Engine::open(arguments.folder, rank, size, logger);

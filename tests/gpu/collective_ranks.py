@@ -1,4 +1,4 @@
-"""AllGather and AllReduce of the reference library on the ranks that mpirun started, each with a GPU of its own.
+"""AllGather and AllReduce of the reference library on the ranks that mpirun started.
 
 test_all_gather_plugin.py starts them.
 """
@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from gpu.plugin_network import TYPE_IDS, Input, PluginEngine
+from gpu.test_all_reduce_plugin import fields
 from trtllm_tokenweave.comm import MpiComm
+from trtllm_tokenweave.device import use_device_of_rank
 from trtllm_tokenweave.plugin_library import register_reference
 from trtllm_tokenweave.recorder.plugin import FieldValue
-from trtllm_tokenweave.recorder.trtllm_plugins import ALL_GATHER, ALL_REDUCE, AllReduceFusionOp, AllReduceStrategy
+from trtllm_tokenweave.recorder.trtllm_plugins import ALL_GATHER, ALL_REDUCE, AllReduceStrategy
 
 HIDDEN = 512
 ROWS = (0, 1, 7, 1000)
@@ -27,13 +29,13 @@ def parts(size: int, rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def main() -> None:
     """Compare both plugins with torch; raises where something is wrong."""
     comm = MpiComm()
-    torch.cuda.set_device(comm.rank)
+    use_device_of_rank(comm.rank)
     register_reference("AllGather", "AllReduce")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         shared: dict[str, FieldValue] = {"group": np.arange(comm.size, dtype=np.int32), "type_id": TYPE_IDS[dtype]}
-        plain = {"strategy": int(AllReduceStrategy.NCCL), "fusion_op": int(AllReduceFusionOp.NONE), "eps": 1e-5}
+        plain = fields(dtype, AllReduceStrategy.NCCL, group=np.arange(comm.size, dtype=np.int32))
         given = [Input(dtype, (-1, HIDDEN), smallest=0)]
-        gather, total = PluginEngine(ALL_GATHER, shared, given), PluginEngine(ALL_REDUCE, shared | plain, given)
+        gather, total = PluginEngine(ALL_GATHER, shared, given), PluginEngine(ALL_REDUCE, plain, given)
         for rows in ROWS:
             tensors = parts(comm.size, rows, dtype)
             (gathered,) = gather.run([tensors[comm.rank]])

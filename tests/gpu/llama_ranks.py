@@ -22,7 +22,7 @@ from trtllm_tokenweave.checkpoint import open_checkpoint, smollm2_gguf
 from trtllm_tokenweave.comm import CommBackend, MpiComm, SingleComm
 from trtllm_tokenweave.config import read_environment
 from trtllm_tokenweave.decoder import DecoderBuild, DecoderModel, build_decoder, describe, register_decoder_plugins
-from trtllm_tokenweave.device import use_device
+from trtllm_tokenweave.device import use_device_of_rank
 from trtllm_tokenweave.engine import Engine, plan_file, save_engine
 from trtllm_tokenweave.engine_runner import EngineStep, engine_generator, engine_limits, engine_step
 from trtllm_tokenweave.errors import UserError
@@ -226,7 +226,7 @@ def main(name: str, folder: Path) -> None:
     started = time.perf_counter()
     launcher = read_environment().launcher
     comm: CommBackend = SingleComm() if launcher is None or launcher.size == 1 else MpiComm()
-    use_device(comm.rank)
+    use_device_of_rank(comm.rank)
     register_decoder_plugins(comm.size)
     folder.mkdir(parents=True, exist_ok=True)
 

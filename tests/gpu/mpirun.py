@@ -9,9 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from trtllm_tokenweave.config import read_environment
 
 TESTS = Path(__file__).resolve().parents[1]
 needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+
+
+def room_for(ranks: int) -> bool:
+    """Whether each rank has a GPU, or may share one (NCCL_MULTI_RANK_GPU_ENABLE=1, with NCCL 2.30 or newer)."""
+    return read_environment().share_gpus or torch.cuda.device_count() >= ranks
 
 
 def on_ranks(size: int, module: str, *arguments: str, timeout: float = 300, mpirun: bool = True) -> str:

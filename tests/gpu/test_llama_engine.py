@@ -6,15 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
-from gpu.mpirun import on_ranks
+from gpu.mpirun import on_ranks, room_for
 
 #: Seconds: TensorRT times kernels for half a minute or more a rank.
 TIMEOUT = 540
 
 needs_two = pytest.mark.skipif(
-    torch.cuda.device_count() < 2 or shutil.which("mpirun") is None, reason="needs mpirun and two GPUs (NCCL)"
+    not room_for(2) or shutil.which("mpirun") is None, reason="needs mpirun and two GPUs (NCCL)"
 )
 
 

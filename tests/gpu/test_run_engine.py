@@ -18,9 +18,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from gpu.mpirun import needs_mpirun
+from gpu.mpirun import needs_mpirun, room_for
 from trtllm_tokenweave.checkpoint import smollm2_gguf
 from trtllm_tokenweave.config import mpi_environment, read_environment
 
@@ -44,9 +43,10 @@ def library_folders() -> list[str]:
 
 def mpirun(size: int, *command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([*library_folders(), os.environ.get("LD_LIBRARY_PATH", "")])
+    modules = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         ["mpirun", "-n", str(size), *map(str, command)],
-        env={**mpi_environment(), "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": paths, **variables},
+        env={**mpi_environment(), "PYTHONPATH": modules, "LD_LIBRARY_PATH": paths, **variables},
         capture_output=True,
         text=True,
         timeout=540,
@@ -64,7 +64,7 @@ def on_ranks(size: int, *command: str | Path) -> str:
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """Number of ranks, and the folder of their engines."""
     size = int(request.param)
-    if torch.cuda.device_count() < size:
+    if not room_for(size):
         pytest.skip(f"needs {size} GPUs")
     folder = tmp_path_factory.mktemp("engine")
     limits = ["--max-batch-size", "4", "--max-num-tokens", "512", "--max-seq-len", "1024", "--min-tokens", "256"]
@@ -77,7 +77,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(built: tuple[int, Path]) -> 
     size, folder = built
     if size == 1:
         pytest.skip("rank 0 has a GPU")
-    done = mpirun(2, PROGRAM, folder, "--prompt-ids", "1", CUDA_VISIBLE_DEVICES="0")
+    done = mpirun(2, PROGRAM, folder, "--prompt-ids", "1", CUDA_VISIBLE_DEVICES="0", NCCL_MULTI_RANK_GPU_ENABLE="")
     assert done.returncode == 2
     assert "rank 1: error: CUDA: device 1 of 1 cannot be used (" in done.stderr
 

@@ -19,7 +19,7 @@ from support.stack import Stack
 
 from gpu.woven import Array, Built, Runner, Shape, Variant, relative_error, tokens
 from trtllm_tokenweave.comm import MpiComm
-from trtllm_tokenweave.device import call
+from trtllm_tokenweave.device import call, use_device
 from trtllm_tokenweave.engine import Engine, save_engine
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.plugin_library import PluginLibrary, plugin_library
@@ -92,7 +92,8 @@ def check(engine: Engine, variant: Variant, layout: Layout, cases: Sequence[tupl
         for attempt in range(4):
             got = runner.run(x, graph=True)
             error = relative_error(got, want)
-            assert error < TOLERANCE, f"{variant} {len(x)} tokens, run {attempt}: relative error {error}"
+            said = plugin_library().last_error()
+            assert error < TOLERANCE, f"{variant} {len(x)} tokens, run {attempt}: relative error {error} {said}"
             for other in comm.all_gather("out", got):
                 np.testing.assert_array_equal(other, got)
     assert runner.graphs.counters.fallback == 0, runner.graphs.counters
@@ -112,7 +113,7 @@ def check(engine: Engine, variant: Variant, layout: Layout, cases: Sequence[tupl
 def main(folder: Path) -> None:
     """Run every variant in every layout on this rank; raises where something is wrong."""
     started, comm = time.perf_counter(), MpiComm()
-    call("cudaSetDevice", comm.rank % call("cudaGetDeviceCount"))
+    use_device(comm.rank % call("cudaGetDeviceCount"))
 
     def say(what: str) -> None:
         if comm.rank == 0:  # a run that is cut short shows where it was

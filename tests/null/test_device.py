@@ -107,6 +107,22 @@ def test_use_device(cuda: FakeRuntime) -> None:
         use_device(3)
 
 
+def test_a_rank_has_a_device_of_its_own_or_shares_one(cuda: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(device, "use_device", used.append)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    cuda.cudaGetDeviceCount = lambda: (0, 2)  # type: ignore[attr-defined]
+    for shared in ("", "0", "1"):
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", shared)
+        for rank in range(4):
+            device.use_device_of_rank(rank)
+    assert used == [0, 1, 2, 3] * 2 + [0, 1, 0, 1]
+    # Without a device the error is CUDA's own.
+    cuda.cudaGetDeviceCount = lambda: (0, 0)  # type: ignore[attr-defined]
+    device.use_device_of_rank(3)
+    assert used[-1] == 0
+
+
 def test_streams(cuda: FakeRuntime) -> None:
     stream = Stream()
     stream.synchronize()

@@ -8,7 +8,7 @@ from trtllm_tokenweave.agreement import on_all_ranks
 from trtllm_tokenweave.comm import CommBackend, MpiComm, SingleComm
 from trtllm_tokenweave.config import read_environment
 from trtllm_tokenweave.decoder import register_decoder_plugins
-from trtllm_tokenweave.device import current_gpu, use_device
+from trtllm_tokenweave.device import current_gpu, use_device_of_rank
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.progress import print_progress
 from trtllm_tokenweave.tensorrt_module import tensorrt
@@ -45,7 +45,7 @@ def start_ranks() -> CommBackend:
 
     def prepare() -> None:
         current_gpu()
-        use_device(comm.rank)
+        use_device_of_rank(comm.rank)
         tensorrt()
         register_decoder_plugins(comm.size)
 

@@ -92,7 +92,7 @@ def open_source(settings: Settings, comm: CommBackend) -> Iterator[Source]:
 @contextmanager
 def _open_engine(settings: Settings, comm: CommBackend) -> Iterator[Source]:
     from trtllm_tokenweave.decoder import TOKENIZER, DecoderModel, register_decoder_plugins
-    from trtllm_tokenweave.device import current_gpu, use_device
+    from trtllm_tokenweave.device import current_gpu, use_device_of_rank
     from trtllm_tokenweave.engine import Engine
     from trtllm_tokenweave.engine_runner import engine_generator, engine_limits, engine_step
     from trtllm_tokenweave.tensorrt_module import tensorrt
@@ -104,7 +104,7 @@ def _open_engine(settings: Settings, comm: CommBackend) -> Iterator[Source]:
 
     def prepare() -> None:
         current_gpu()
-        use_device(comm.rank)
+        use_device_of_rank(comm.rank)
         tensorrt()
         register_decoder_plugins(comm.size)
 

@@ -12,11 +12,13 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <filesystem>
 #include <memory>
 #include <regex>
 #include <set>
 #include <string>
+#include <string_view>
 
 #include "tokenweave/engine_context.h"
 #include "tokenweave/manifest.h"
@@ -26,8 +28,8 @@
 
 namespace tokenweave {
 
-/// Lets this thread use a device; under mpirun, one process a GPU, the rank's own. TW_INVALID_ARGUMENT: there are
-/// others only; to go on would be to share one with another rank. Where there is none at all, Engine::open says so.
+/// Lets this thread use a device. TW_INVALID_ARGUMENT: there are others only. Where there is none at all, Engine::open
+/// says so.
 inline Status use_device(int32_t index) {
   int count = 0;
   cudaError_t failure = cudaGetDeviceCount(&count);
@@ -37,6 +39,15 @@ inline Status use_device(int32_t index) {
                "CUDA: device " + std::to_string(index) + " of " + std::to_string(count) + " cannot be used (" +
                    cudaGetErrorString(failure) +
                    "). Fix: start as many ranks as there are GPUs, and let CUDA_VISIBLE_DEVICES show them all");
+}
+
+/// The rank's own device, or, where NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share the GPUs (NCCL 2.30 or newer), one of
+/// those there are: they take turns, slowly. Otherwise as use_device.
+inline Status use_device_of_rank(int32_t rank) {
+  const char* const shared = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  int count = 0;
+  if (shared == nullptr || std::string_view(shared) != "1" || cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+  return use_device(count > 0 ? rank % count : rank);
 }
 
 /// What a manifest is compared with. TW_UNSUPPORTED where there is no GPU: TensorRT is not to be called then, it ends
