@@ -13,8 +13,9 @@
 
 namespace tokenweave {
 
-/// Every call is collective and returns an error on every rank when any rank fails or stays away. From then on the
-/// ranks may be out of step: all later calls return that error at once.
+/// Every call is collective and returns an error on every rank when any rank fails or stays away: rank 0's text on all
+/// ranks that it can tell, however late they come. From then on the ranks may be out of step: all later calls return
+/// that error at once.
 class Bootstrap {
  public:
   virtual ~Bootstrap() = default;

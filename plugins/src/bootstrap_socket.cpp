@@ -7,7 +7,7 @@
 namespace tokenweave {
 namespace {
 
-constexpr uint32_t kMagic = 0x54574231;  // "TWB1": changes with the wire format
+constexpr uint32_t kMagic = 0x54574232;  // "TWB2": changes with the wire format
 
 enum class Kind : uint32_t { kHello, kData, kAbort };
 
@@ -60,14 +60,17 @@ class SocketBootstrap final : public Bootstrap {
   Deadline deadline() const { return std::chrono::steady_clock::now() + options_.timeout; }
   /// The others give rank 0 time to find out who is missing and to tell them.
   Deadline answer_deadline() const { return deadline() + options_.timeout; }
+  /// Says which rank an error is about. What rank 0 sent is left as it is: all ranks say the same.
   Status name(int rank, const char* what, const Status& status) const {
+    if (aborted_) return status;
     return error(status.code, std::string(what) + ": rank " + std::to_string(rank) + ": " + status.message);
   }
 
   BootstrapOptions options_;
   std::vector<UniqueFd> links_;  ///< rank 0: to every other rank; others: entry 0
   uint32_t step_ = 0;
-  Status failure_;  // the first
+  bool aborted_ = false;  // by rank 0
+  Status failure_;        // the first
 };
 
 Status SocketBootstrap::send(int link, Header header, const void* payload, const std::vector<int>& fds) {
@@ -85,6 +88,7 @@ Status SocketBootstrap::receive(int link, Deadline until, void* payload, size_t 
   if (header->kind == Kind::kAbort) {
     std::string text(std::min<size_t>(header->bytes, TW_MESSAGE_BYTES), '\0');
     TW_RETURN_IF_ERROR(receive_all(links_[link].get(), text.data(), text.size(), fds, until));
+    aborted_ = true;
     return error(header->code, text);
   }
   if (header->size != options_.size) {
@@ -117,10 +121,12 @@ Status SocketBootstrap::connect() {
   header.kind = Kind::kHello;
   if (options_.rank != 0) {
     TW_RETURN_IF_ERROR(connect_to(options_.address, deadline(), &links_[0]));
-    TW_RETURN_IF_ERROR(send(0, header, nullptr, {}));
+    const Deadline until = answer_deadline();
+    const Status sent = send(0, header, nullptr, {});
     std::vector<UniqueFd> fds;
-    const Status answer = receive(0, answer_deadline(), nullptr, 0, &header, &fds);
-    return answer.ok() ? answer : name(0, "bootstrap", answer);
+    Status status = receive(0, until, nullptr, 0, &header, &fds);  // whether or not it was sent: see exchange()
+    if (status.ok()) status = sent;
+    return status.ok() ? status : name(0, "bootstrap", status);
   }
   UniqueFd listener;
   TW_RETURN_IF_ERROR(listen_at(options_.address, options_.size, &listener));
@@ -196,14 +202,13 @@ Status SocketBootstrap::exchange(const char* what, const void* mine, void* all, 
   }
   Header header;
   header.bytes = static_cast<uint32_t>(bytes);
-  if (Status sent = send(0, header, mine, my_fd < 0 ? std::vector<int>{} : std::vector<int>{my_fd}); !sent.ok()) {
-    return name(0, what, sent);
-  }
+  const Deadline until = answer_deadline();
+  const Status sent = send(0, header, mine, my_fd < 0 ? std::vector<int>{} : std::vector<int>{my_fd});
+  // Whether or not it was sent: rank 0 may have closed the link before, and what it said then is waiting here.
   std::vector<UniqueFd> received;
-  if (Status status = receive(0, answer_deadline(), everything, bytes * options_.size, &header, &received);
-      !status.ok()) {
-    return name(0, what, status);
-  }
+  Status status = receive(0, until, everything, bytes * options_.size, &header, &received);
+  if (status.ok()) status = sent;
+  if (!status.ok()) return name(0, what, status);
   size_t next = 0;
   for (int rank = 0; rank < options_.size && next < received.size(); ++rank) {
     if ((header.fd_ranks >> rank & 1u) == 0) continue;

@@ -31,6 +31,7 @@ Status load_driver(DriverTable* driver) {
   need("cuGetErrorString", &driver->GetErrorString);
   need("cuDeviceGet", &driver->DeviceGet);
   need("cuDeviceGetAttribute", &driver->DeviceGetAttribute);
+  need("cuDeviceGetUuid", &driver->DeviceGetUuid);
   need("cuMemGetAllocationGranularity", &driver->MemGetAllocationGranularity);
   need("cuMemCreate", &driver->MemCreate);
   need("cuMemRelease", &driver->MemRelease);

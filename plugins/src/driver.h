@@ -11,6 +11,7 @@ struct DriverTable {
   decltype(&cuGetErrorString) GetErrorString;
   decltype(&cuDeviceGet) DeviceGet;
   decltype(&cuDeviceGetAttribute) DeviceGetAttribute;
+  decltype(&cuDeviceGetUuid) DeviceGetUuid;
   decltype(&cuMemGetAllocationGranularity) MemGetAllocationGranularity;
   decltype(&cuMemCreate) MemCreate;
   decltype(&cuMemRelease) MemRelease;

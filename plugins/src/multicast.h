@@ -20,8 +20,9 @@ class Multicast {
   /// Collective. Raises *granularity to what binding memory to a multicast object needs, equal on all ranks.
   static Status granularity(const DriverTable& driver, Bootstrap& bootstrap, size_t bytes, size_t* granularity);
 
-  /// Collective; the driver demands that every step is over on all ranks before the next: create, add all devices, bind
-  /// all memory, map. The same error on every rank when any step fails on any; then nothing is kept.
+  /// Collective, of ranks that have a GPU each; the driver demands that every step is over on all ranks before the
+  /// next: create, add all devices, bind all memory, map. The same error on every rank when any step fails on any; then
+  /// nothing is kept.
   static Status create(const DriverTable& driver, Bootstrap& bootstrap, const Member& member,
                        std::unique_ptr<Multicast>* multicast);
 

@@ -14,9 +14,16 @@ namespace {
 
 constexpr size_t kMaxFds = 16;
 constexpr auto kRetryEvery = std::chrono::milliseconds(20);
+constexpr const char* kGone = "the process is gone";
 
 Status socket_error(const std::string& what) {
   return error(TW_BOOTSTRAP_ERROR, what + " failed: " + std::strerror(errno));
+}
+
+/// Of a connection that failed. A process that ends with data unread resets its connections; that is no other error.
+Status connection_error() {
+  if (errno == EPIPE || errno == ECONNRESET) return error(TW_BOOTSTRAP_ERROR, kGone);
+  return error(TW_BOOTSTRAP_ERROR, std::string("connection lost: ") + std::strerror(errno));
 }
 
 struct SocketAddress {
@@ -122,7 +129,7 @@ Status send_all(int socket, const void* data, size_t bytes, const std::vector<in
     } else if (errno == EAGAIN) {
       TW_RETURN_IF_ERROR(wait_ready(socket, POLLOUT, deadline));
     } else if (errno != EINTR) {
-      return error(TW_BOOTSTRAP_ERROR, std::string("connection lost: ") + std::strerror(errno));
+      return connection_error();
     }
   }
   return {};
@@ -140,10 +147,10 @@ Status receive_all(int socket, void* data, size_t bytes, std::vector<UniqueFd>* 
     message.msg_control = control;
     message.msg_controllen = sizeof control;
     const ssize_t n = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
-    if (n == 0) return error(TW_BOOTSTRAP_ERROR, "the process is gone");
+    if (n == 0) return error(TW_BOOTSTRAP_ERROR, kGone);
     if (n < 0) {
       if (errno == EAGAIN || errno == EINTR) continue;
-      return error(TW_BOOTSTRAP_ERROR, std::string("connection lost: ") + std::strerror(errno));
+      return connection_error();
     }
     received += static_cast<size_t>(n);
     for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {

@@ -1,6 +1,7 @@
 #include "symmetric_buffer.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace tokenweave {
 namespace {
@@ -8,12 +9,15 @@ namespace {
 /// What a rank can do; gathered, so that all ranks decide alike.
 struct Capabilities {
   CUdevice device = 0;
+  CUuuid gpu{};  ///< the same on all ranks that share it, unlike the device's number: CUDA_VISIBLE_DEVICES may differ
   size_t granularity = 0;
   bool multicast = false;
 };
 
 Status query(const DriverTable& driver, int ordinal, Capabilities* capabilities) {
   TW_RETURN_IF_ERROR(driver_status(driver, driver.DeviceGet(&capabilities->device, ordinal), "cuDeviceGet"));
+  TW_RETURN_IF_ERROR(
+      driver_status(driver, driver.DeviceGetUuid(&capabilities->gpu, capabilities->device), "cuDeviceGetUuid"));
   const auto has = [&](CUdevice_attribute attribute, bool* value) {
     int number = 0;
     TW_RETURN_IF_ERROR(driver_status(driver, driver.DeviceGetAttribute(&number, attribute, capabilities->device),
@@ -39,6 +43,23 @@ Status query(const DriverTable& driver, int ordinal, Capabilities* capabilities)
       "cuMemGetAllocationGranularity");
 }
 
+/// Why there is no multicast; empty where there may be.
+std::string refuse_multicast(const std::vector<Capabilities>& all, bool allowed) {
+  if (!allowed) return "multicast is not allowed by the configuration";
+  if (all.size() == 1) return "a group of one rank has nobody to multicast to";
+  // A multicast object takes a device once, and what binds memory to it may wait for ever for the missing ones.
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    for (size_t other = rank + 1; other < all.size(); ++other) {
+      if (std::memcmp(all[rank].gpu.bytes, all[other].gpu.bytes, sizeof(CUuuid::bytes)) != 0) continue;
+      return "ranks " + std::to_string(rank) + " and " + std::to_string(other) + " share a GPU";
+    }
+  }
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (!all[rank].multicast) return "the device or driver of rank " + std::to_string(rank) + " has no multicast";
+  }
+  return "";
+}
+
 size_t round_up(size_t bytes, size_t granularity) { return (bytes + granularity - 1) / granularity * granularity; }
 
 }  // namespace
@@ -53,16 +74,7 @@ Status SymmetricBuffer::create(const DriverTable& driver, Bootstrap& bootstrap, 
   size_t granularity = 1;
   for (const Capabilities& rank : all) granularity = std::max(granularity, rank.granularity);
 
-  if (!options.allow_multicast) {
-    made->multicast_reason_ = "multicast is not allowed by the configuration";
-  } else if (bootstrap.size() == 1) {
-    made->multicast_reason_ = "a group of one rank has nobody to multicast to";
-  }
-  for (int rank = 0; rank < bootstrap.size() && made->multicast_reason_.empty(); ++rank) {
-    if (!all[rank].multicast) {
-      made->multicast_reason_ = "the device or driver of rank " + std::to_string(rank) + " has no multicast";
-    }
-  }
+  made->multicast_reason_ = refuse_multicast(all, options.allow_multicast);
   if (options.nccl != nullptr) {
     const Status owned = made->create_by_nccl(*options.nccl, bootstrap, round_up(options.bytes, granularity));
     if (owned.ok()) {

@@ -23,8 +23,9 @@ class SymmetricBuffer {
   };
 
   /// Collective. The same error on every rank when any step fails on any rank; then nothing is kept anywhere. A
-  /// multicast address is an extra: when it can't be had, all ranks go without, and multicast_reason() says why. Where
-  /// NCCL cannot own the memory, on all ranks the driver's serves, and nccl_reason() says why.
+  /// multicast address is an extra: when it can't be had, as where two ranks share a GPU, all ranks go without, and
+  /// multicast_reason() says why. Where NCCL cannot own the memory, on all ranks the driver's serves, and nccl_reason()
+  /// says why.
   static Status create(const DriverTable& driver, Bootstrap& bootstrap, const Options& options,
                        std::unique_ptr<SymmetricBuffer>* buffer);
 

@@ -20,14 +20,20 @@ struct Object {
   size_t bytes = 0;
   // Of a multicast object.
   unsigned devices_wanted = 0;
-  std::set<int> devices;
-  std::set<int> bound;
+  std::set<int> gpus;
+  std::multiset<CUdevice> bound;  // as the ranks whose memory it is number them
+};
+
+struct Gpu {
+  int number = -1;
+  CUdevice device = -1;
 };
 
 struct State {
   FakeFailure failure;
   std::map<std::pair<int, std::string>, int> calls;
   std::map<CUdevice_attribute, int> attributes;
+  std::map<int, Gpu> gpus;  // of ranks
   std::map<uint64_t, Object> objects;
   std::map<uint64_t, uint64_t> handles;  // handle -> object
   std::map<CUdeviceptr, size_t> reservations;
@@ -44,6 +50,11 @@ CUresult enter(const char* call) {
   const int count = ++state.calls[{this_rank, call}];
   const FakeFailure& f = state.failure;
   return f.rank == this_rank && f.call == call && f.nth == count ? f.result : CUDA_SUCCESS;
+}
+
+Gpu this_gpu() {
+  const auto it = state.gpus.find(this_rank);
+  return it == state.gpus.end() ? Gpu{this_rank, this_rank} : it->second;
 }
 
 #define FAKE_ENTER(call)                         \
@@ -67,7 +78,14 @@ CUresult GetErrorString(CUresult, const char** text) {
 }
 CUresult DeviceGet(CUdevice* device, int) {
   FAKE_ENTER("cuDeviceGet");
-  *device = this_rank;
+  *device = this_gpu().device;
+  return CUDA_SUCCESS;
+}
+CUresult DeviceGetUuid(CUuuid* uuid, CUdevice device) {
+  FAKE_ENTER("cuDeviceGetUuid");
+  if (device != this_gpu().device) return CUDA_ERROR_INVALID_DEVICE;
+  *uuid = CUuuid{};
+  uuid->bytes[sizeof uuid->bytes - 1] = static_cast<char>(this_gpu().number);
   return CUDA_SUCCESS;
 }
 CUresult DeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
@@ -138,8 +156,8 @@ CUresult Unmap(CUdeviceptr address, size_t) {
 }
 CUresult SetAccess(CUdeviceptr address, size_t, const CUmemAccessDesc* access, size_t) {
   FAKE_ENTER("cuMemSetAccess");
-  return state.mappings.count(address) == 1 && access->location.id == this_rank ? CUDA_SUCCESS
-                                                                                : CUDA_ERROR_INVALID_VALUE;
+  return state.mappings.count(address) == 1 && access->location.id == this_gpu().device ? CUDA_SUCCESS
+                                                                                        : CUDA_ERROR_INVALID_VALUE;
 }
 CUresult MulticastCreate(CUmemGenericAllocationHandle* handle, const CUmulticastObjectProp* properties) {
   FAKE_ENTER("cuMulticastCreate");
@@ -150,21 +168,26 @@ CUresult MulticastCreate(CUmemGenericAllocationHandle* handle, const CUmulticast
 CUresult MulticastAddDevice(CUmemGenericAllocationHandle handle, CUdevice device) {
   FAKE_ENTER("cuMulticastAddDevice");
   Object* object = object_of(handle);
-  return object != nullptr && object->devices.insert(device).second ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+  if (object == nullptr || device != this_gpu().device) return CUDA_ERROR_INVALID_VALUE;
+  return object->gpus.insert(this_gpu().number).second ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 CUresult MulticastBindMem(CUmemGenericAllocationHandle handle, size_t, CUmemGenericAllocationHandle memory, size_t,
                           size_t bytes, unsigned long long) {
   FAKE_ENTER("cuMulticastBindMem");
   Object* object = object_of(handle);
   // The real driver's rule: every device is added before any memory is bound.
-  if (object->devices.size() != object->devices_wanted || object_of(memory)->bytes != bytes)
+  if (object->gpus.size() != object->devices_wanted || object_of(memory)->bytes != bytes)
     return CUDA_ERROR_INVALID_VALUE;
-  object->bound.insert(this_rank);
+  object->bound.insert(this_gpu().device);
   return CUDA_SUCCESS;
 }
 CUresult MulticastUnbind(CUmemGenericAllocationHandle handle, CUdevice device, size_t, size_t) {
   FAKE_ENTER("cuMulticastUnbind");
-  return object_of(handle)->bound.erase(device) == 1 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+  auto& bound = object_of(handle)->bound;
+  const auto it = bound.find(device);
+  if (it == bound.end()) return CUDA_ERROR_INVALID_VALUE;
+  bound.erase(it);
+  return CUDA_SUCCESS;
 }
 CUresult MulticastGetGranularity(size_t* bytes, const CUmulticastObjectProp*, CUmulticastGranularity_flags) {
   FAKE_ENTER("cuMulticastGetGranularity");
@@ -183,6 +206,11 @@ void fake_reset(const FakeFailure& failure) {
 void fake_be_rank(int rank) { this_rank = rank; }
 
 int fake_rank() { return this_rank; }
+
+void fake_set_gpu(int rank, int gpu, CUdevice device) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  state.gpus[rank] = {gpu, device};
+}
 
 void fake_set_attribute(CUdevice_attribute attribute, int value) {
   const std::lock_guard<std::mutex> lock(mutex);
@@ -214,6 +242,7 @@ const DriverTable& fake_driver() {
   static const DriverTable table{GetErrorString,
                                  DeviceGet,
                                  DeviceGetAttribute,
+                                 DeviceGetUuid,
                                  GetAllocationGranularity,
                                  MemCreate,
                                  MemRelease,

@@ -30,6 +30,8 @@ void fake_reset(const FakeFailure& failure = {});
 /// Which rank the calling thread is.
 void fake_be_rank(int rank);
 int fake_rank();
+/// Puts a rank on a GPU that it knows as `device`. Other ranks have the GPU and the device of their own number.
+void fake_set_gpu(int rank, int gpu, CUdevice device);
 /// Attributes that all devices report.
 void fake_set_attribute(CUdevice_attribute attribute, int value);
 

@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
 
@@ -79,7 +80,8 @@ TEST(Bootstrap, NamesTheRankThatDoesNotCome) {
   const std::string address = fresh_address();
   const auto texts = run_processes(
       3, [&](int rank) { return rank == 2 ? "absent" : connected(options(rank, 3, address, 300), gathered_squares); });
-  for (int rank = 0; rank < 2; ++rank) EXPECT_NE(texts[rank].find("missing rank 2"), std::string::npos) << texts[rank];
+  EXPECT_NE(texts[0].find("missing rank 2"), std::string::npos) << texts[0];
+  EXPECT_EQ(texts[1], texts[0]);
 }
 
 TEST(Bootstrap, SaysThatRankZeroIsMissing) {
@@ -107,11 +109,55 @@ TEST(Bootstrap, AKilledRankIsAnErrorOnAllOthers) {
   }
 }
 
+/// Lets one process wait for another; made before they fork.
+class Gate {
+ public:
+  Gate() { EXPECT_EQ(pipe(ends_), 0); }
+  ~Gate() {
+    for (const int end : ends_) close(end);
+  }
+  bool open() const { return write(ends_[1], "", 1) == 1; }
+  bool wait() const {
+    pollfd entry{ends_[0], POLLIN, 0};
+    return poll(&entry, 1, 5000) == 1;
+  }
+
+ private:
+  int ends_[2];
+};
+
+TEST(Bootstrap, RanksThatComeBeforeAndAfterTheEndSayTheSame) {
+  constexpr int kLate = 3;
+  for (const int victim : {0, 1}) {
+    const std::string address = fresh_address();
+    const int witness = victim == 0 ? 1 : 0;  // of the end of all connections
+    const Gate end;
+    const auto texts = run_processes(4, [&](int rank) {
+      return connected(options(rank, 4, address, 2000), [&](Bootstrap& bootstrap) {
+        (void)gathered_squares(bootstrap);
+        if (rank == victim) {
+          usleep(100000);  // most likely the others have sent what nobody is going to read
+          raise(SIGKILL);
+        }
+        if (rank == kLate && !end.wait()) return std::string("too early");
+        const std::string text = gathered_squares(bootstrap);
+        return rank != witness || end.open() ? text : "nobody knows";
+      });
+    });
+    for (int rank = 0; rank < 4; ++rank) {
+      EXPECT_EQ(texts[rank],
+                rank == victim ? "died" : "squares: rank " + std::to_string(victim) + ": the process is gone");
+    }
+  }
+}
+
 TEST(Bootstrap, RanksOfDifferentGroupSizesAllGetTheError) {
   const std::string address = fresh_address();
   const auto texts = run_processes(
       2, [&](int rank) { return connected(options(rank, rank == 0 ? 2 : 3, address, 1000), gathered_squares); });
-  for (const std::string& text : texts) EXPECT_NE(text.find("was started with size 3"), std::string::npos) << text;
+  for (const std::string& text : texts) {
+    EXPECT_EQ(text, "bootstrap: rank 1: was started with size 3, this rank with 2");
+  }
 }
 
 TEST(Bootstrap, TwoProcessesWithOneRankAllGetTheError) {

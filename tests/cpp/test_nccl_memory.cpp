@@ -162,6 +162,19 @@ TEST(NcclMemory, NeverAsksForMulticastWhereItIsNotAllowedOrNotThere) {
   }
 }
 
+TEST(NcclMemory, NeverAsksForMulticastWhereRanksShareAGpu) {
+  fake_reset();
+  fake_nccl_reset();
+  for (int rank = 0; rank < 3; ++rank) fake_set_gpu(rank, rank % 2, rank);
+  const auto outcomes = create_by_nccl(3);
+  expect_nccl(outcomes);
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT_EQ(outcomes[rank].buffer->multicast(), nullptr);
+    EXPECT_EQ(outcomes[rank].buffer->multicast_reason(), "ranks 0 and 2 share a GPU");
+    EXPECT_EQ(count(rank, "ncclGetLsaMultimemDevicePointer"), 0);
+  }
+}
+
 TEST(NcclMemory, OfALostDeviceIsLeftAlone) {
   fake_reset();
   fake_nccl_reset();

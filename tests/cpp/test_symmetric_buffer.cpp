@@ -43,6 +43,7 @@ TEST(SymmetricBuffer, AnyFailingPeerCallIsOneErrorOnEveryRankAndLeavesNothing) {
   const std::vector<Case> cases{{"cuDeviceGet", 1},
                                 {"cuDeviceGetAttribute", 1},
                                 {"cuDeviceGetAttribute", 2},
+                                {"cuDeviceGetUuid", 1},
                                 {"cuMemGetAllocationGranularity", 1},
                                 {"cuMemCreate", 1},
                                 {"cuMemExportToShareableHandle", 1},
@@ -127,6 +128,44 @@ TEST(SymmetricBuffer, NeverTouchesMulticastWhereItIsNotAllowedOrNotThere) {
   // A driver that does not know the attribute: a missing extra, not an error.
   fake_reset({1, "cuDeviceGetAttribute", 3, CUDA_ERROR_INVALID_VALUE});
   expect_fallback(create_buffers(2), "rank 1 has no multicast");
+}
+
+TEST(SymmetricBuffer, NeverTouchesMulticastWhereRanksShareAGpu) {
+  struct Case {
+    std::vector<int> gpu_of_rank;
+    const char* reason;
+  };
+  const std::vector<Case> cases{{{0, 0}, "ranks 0 and 1 share a GPU"},
+                                {{0, 1, 0, 1}, "ranks 0 and 2 share a GPU"},
+                                {{0, 1, 2, 3, 4, 5, 6, 6}, "ranks 6 and 7 share a GPU"}};
+  for (const Case& sharing : cases) {
+    SCOPED_TRACE(sharing.reason);
+    const int size = static_cast<int>(sharing.gpu_of_rank.size());
+    fake_reset();
+    // Other device numbers for the same GPU, as with another CUDA_VISIBLE_DEVICES on each rank.
+    for (int rank = 0; rank < size; ++rank) fake_set_gpu(rank, sharing.gpu_of_rank[rank], rank);
+    auto outcomes = create_buffers(size);
+    expect_fallback(outcomes, sharing.reason);
+    for (const Outcome& outcome : outcomes) EXPECT_EQ(outcome.buffer->multicast_reason(), sharing.reason);
+    for (int rank = 0; rank < size; ++rank) {
+      EXPECT_EQ(fake_calls(rank, "cuMulticastGetGranularity"), 0);
+      EXPECT_EQ(fake_calls(rank, "cuMulticastCreate"), 0);
+    }
+    outcomes.clear();
+    EXPECT_EQ(fake_live(), FakeLive{});
+  }
+}
+
+TEST(SymmetricBuffer, RanksWithOneDeviceNumberAndAGpuEachHaveMulticast) {
+  fake_reset();
+  for (int rank = 0; rank < 4; ++rank) fake_set_gpu(rank, rank, 0);
+  auto outcomes = create_buffers(4);
+  expect_peers(outcomes);
+  for (const Outcome& outcome : outcomes) {
+    EXPECT_EQ(fake_owner_of(outcome.buffer->multicast()), 100) << outcome.buffer->multicast_reason();
+  }
+  outcomes.clear();
+  EXPECT_EQ(fake_live(), FakeLive{});
 }
 
 TEST(SymmetricBuffer, RefusesDevicesThatCannotShare) {
