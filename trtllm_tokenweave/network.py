@@ -202,10 +202,18 @@ class Graph:
         """DataType name of a tensor ("BF16")."""
         return str(self.tensors[name].dtype.name)
 
+    def is_zero(self, name: str) -> bool:
+        """Whether a tensor is a constant of two elements, as the pass makes them, and both are 0."""
+        node = self.producer.get(name)
+        if node is None or node.kind != "CONSTANT" or self.elements(name) != 2:
+            return False
+        array = trt.constant_values(self.network, node.layer)
+        return array is not None and not np.any(array)
+
     def scalar(self, name: str) -> float | None:
         """Value of a one-element constant, seen through reshapes and casts; None when it is anything else.
 
-        This is the only place where values of constants are read: TensorRT-LLM fills its weights in later.
+        Values of constants are read here and in `is_zero` only: TensorRT-LLM fills its weights in later.
         """
         node = self.producer.get(name)
         while node is not None and node.kind in ("SHUFFLE", "CAST", "IDENTITY"):

@@ -267,8 +267,8 @@ SPECS: tuple[PluginSpec, ...] = (
         VERSION,
         NAMESPACE,
         v2=False,
-        # The bound that TensorRT sizes the suffix half by.
-        fields=(_int32("max_rows", 1),),
+        # Site -1: at the region's entry. max_rows: the bound that TensorRT sizes the suffix half by.
+        fields=(_int32("site", -1), _int32("max_rows", 1)),
         outputs=_suffix_rows,
     ),
 )

@@ -21,7 +21,31 @@ Status check_counts(int32_t inputs, int32_t outputs) {
   return bad("has " + std::to_string(inputs) + " inputs and " + std::to_string(outputs) + " outputs, expected 2 and 1");
 }
 
+std::string layer_name(const SuffixRowsFields& fields) {
+  const std::string name = SuffixRowsPlugin::kName;
+  return fields.site < 0 ? name : name + " site " + std::to_string(fields.site);
+}
+
+/// What activations have: a whole number of bytes an element.
+bool is_served(DataType type) {
+  switch (type) {
+    case DataType::kFLOAT:
+    case DataType::kHALF:
+    case DataType::kBF16:
+    case DataType::kFP8:
+    case DataType::kINT8:
+    case DataType::kINT32:
+    case DataType::kINT64:
+      return true;
+    default:
+      return false;
+  }
+}
+
 }  // namespace
+
+SuffixRowsPlugin::SuffixRowsPlugin(Fields fields, nvinfer1::TensorRTPhase phase)
+    : PluginWithFields(layer_name(fields), std::move(fields), phase) {}
 
 int32_t SuffixRowsPlugin::getOutputDataTypes(DataType* types, int32_t num_outputs, const DataType* inputs,
                                              int32_t num_inputs) const noexcept {
@@ -52,7 +76,8 @@ bool SuffixRowsPlugin::supportsFormatCombination(int32_t position, const Dynamic
   if (run([&] { return check_counts(num_inputs, num_outputs); }) != 0) return false;
   const PluginTensorDesc& desc = descs[position].desc;
   if (desc.format != nvinfer1::TensorFormat::kLINEAR) return false;
-  return position != kNumInputs || desc.type == descs[kTensor].desc.type;
+  if (position == kPrefixRef) return true;  // only its shape is read
+  return is_served(desc.type) && (position == kTensor || desc.type == descs[kTensor].desc.type);
 }
 
 int32_t SuffixRowsPlugin::configurePlugin(const DynamicPluginTensorDesc*, int32_t num_inputs,

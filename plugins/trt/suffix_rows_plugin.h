@@ -7,9 +7,13 @@
 namespace tokenweave::trt {
 
 struct SuffixRowsFields {
+  int32_t site = -1;     ///< that comes next; -1: this is the region's entry
   int32_t max_rows = 0;  ///< of any step; TensorRT sizes the suffix half by it
 
-  void visit(FieldVisitor& visitor, nvinfer1::TensorRTPhase) { visitor.int32("max_rows", &max_rows, 1, kNoLimit); }
+  void visit(FieldVisitor& visitor, nvinfer1::TensorRTPhase) {
+    visitor.int32("site", &site, -1, kNoLimit);
+    visitor.int32("max_rows", &max_rows, 1, kNoLimit);
+  }
   Status check(nvinfer1::TensorRTPhase) const { return {}; }
 };
 
@@ -22,7 +26,7 @@ class SuffixRowsPlugin final : public PluginWithFields<SuffixRowsPlugin, SuffixR
  public:
   static constexpr const char* kName = "TokenWeaveSuffixRows";
 
-  SuffixRowsPlugin(Fields fields, nvinfer1::TensorRTPhase phase) : PluginWithFields(kName, std::move(fields), phase) {}
+  SuffixRowsPlugin(Fields fields, nvinfer1::TensorRTPhase phase);
 
   int32_t getNbOutputs() const noexcept override { return 1; }
   int32_t getOutputDataTypes(nvinfer1::DataType* types, int32_t num_outputs, const nvinfer1::DataType* inputs,

@@ -15,6 +15,7 @@ from trtllm_tokenweave import trt as seam
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
 from trtllm_tokenweave.passes import WeaveResult, make_plan, names, verify, weave
 from trtllm_tokenweave.plugin_specs import Half
+from trtllm_tokenweave.recorder.trtllm_plugins import AllReduceStrategy
 
 Make = Callable[[int], trt.RecordedNetwork]
 Inputs = dict[str, NDArray[Any]]
@@ -48,11 +49,12 @@ def mlp(stack: Stack, y: trt.ITensor, index: int) -> trt.ITensor:
     return n.add_matrix_multiply(act, PLAIN, stack.weight("down", index, (24, 16)), PLAIN).outputs[0]
 
 
-def all_reduce(stack: Stack, value: trt.ITensor, name: str) -> trt.ITensor:
-    fields: dict[str, Any] = dict.fromkeys(("strategy", "fusion_op", "affine", "bias", "scale"), 0)
+def all_reduce(stack: Stack, value: trt.ITensor, name: str, workspace: trt.ITensor | None = None) -> trt.ITensor:
+    fields: dict[str, Any] = dict.fromkeys(("fusion_op", "affine", "bias", "scale"), 0)
+    fields["strategy"] = int(AllReduceStrategy.NCCL if workspace is None else AllReduceStrategy.AUTO)
     fields |= {"group": np.arange(stack.tp_size), "type_id": value.dtype.value, "eps": 1e-5}
-    key = ("AllReduce", "1", "tensorrt_llm")
-    made: trt.ITensor = seam.add_plugin(stack.network, key, name, fields, [value]).outputs[0]
+    key, inputs = ("AllReduce", "1", "tensorrt_llm"), [value] if workspace is None else [value, workspace]
+    made: trt.ITensor = seam.add_plugin(stack.network, key, name, fields, inputs).outputs[0]
     return made
 
 
@@ -112,6 +114,21 @@ def test_and_of_an_embedding_that_is_summed_over_the_ranks() -> None:
     words = stack.network.add_gather(embedding(stack, "emb", 32, 8), ids, 0).outputs[0]
     network = sites(stack, all_reduce(stack, words, "embedding/all_reduce"))
     assert make_plan(network, options()).tokens_ref == "input_ids"
+
+
+def test_but_not_the_workspace_of_the_sum() -> None:
+    def make(rank: int) -> trt.RecordedNetwork:
+        stack = Stack(rank=rank)
+        memory = stack.network.add_input("all_reduce_workspace", trt.int64, (-1,))
+        ids = stack.network.add_input("input_ids", trt.int32, (-1,))
+        words = stack.network.add_gather(embedding(stack, "emb", 32, 8 + rank), ids, 0).outputs[0]
+        return sites(stack, all_reduce(stack, words, "embedding/all_reduce", memory))
+
+    inputs: dict[str, Any] = {
+        "all_reduce_workspace": np.zeros(10, np.int64),
+        "input_ids": np.arange(37, dtype=np.int32) % 32,
+    }
+    assert woven_like_stock(make, inputs).plan.tokens_ref == "input_ids"
 
 
 def test_a_branch_that_does_not_come_from_the_residual_stream_is_not_split() -> None:

@@ -72,14 +72,14 @@ GOOD: dict[str, FieldValues] = {
     },
     STREAM_JOIN: {"num_aliased": 2, "site": 3, "half": 1, "waits": 1},
     GEMM: {"type_id": recorder.DataType.BF16.value, "transb": 1, "kind": 1, "table": TABLE.pack().hex()},
-    SUFFIX_ROWS: {"max_rows": 128},
+    SUFFIX_ROWS: {"site": 3, "max_rows": 128},
 }
 #: Outputs of these, and how their layers are named.
 MADE = {
     ALL_REDUCE_RMS_NORM: (3, "AllReduceRmsNorm site 3 suffix"),
     STREAM_JOIN: (3, "StreamJoin site 3 suffix"),
     GEMM: (1, "Gemm mlp"),
-    SUFFIX_ROWS: (1, "TokenWeaveSuffixRows"),
+    SUFFIX_ROWS: (1, "TokenWeaveSuffixRows site 3"),
 }
 #: Changes that both the recorded creator and the library refuse; None takes the field away.
 BAD: dict[str, list[FieldValues]] = {
@@ -99,7 +99,7 @@ BAD: dict[str, list[FieldValues]] = {
         {"strategy": 1},
     ],
     STREAM_JOIN: [{"num_aliased": -1}, {"site": -2}, {"half": 3}, {"waits": 2}, {"site": None}, {"group": [0]}],
-    SUFFIX_ROWS: [{"max_rows": None}, {"max_rows": 0}, {"half": 0}],
+    SUFFIX_ROWS: [{"max_rows": None}, {"max_rows": 0}, {"site": -2}, {"half": 0}],
     GEMM: [{"type_id": None}, {"type_id": 2}, {"transb": 2}, {"kind": -1}, {"kind": 2}, {"transa": 0}],
 }
 #: Changes that only the library can judge.

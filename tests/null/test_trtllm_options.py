@@ -223,12 +223,13 @@ def test_a_field_of_text() -> None:
 
 
 def test_no_weight_is_read(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The double's weights have no values when the network is woven; what is asked for has one element."""
+    """The double's weights have no values when the network is woven; what is asked for has one element, or is ours."""
     asked = []
     known = trt.constant_values
 
     def values(network: Any, layer: Any) -> Any:
-        asked.append(int(np.prod(layer.get_output(0).shape)))
+        if not str(layer.name).startswith("tokenweave/"):
+            asked.append(int(np.prod(layer.get_output(0).shape)))
         return known(network, layer)
 
     monkeypatch.setattr(trt, "constant_values", values)

@@ -15,7 +15,14 @@ from trtllm_tokenweave.llama import NetworkOptions, build_llama
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.network import Graph
 from trtllm_tokenweave.passes import Baseline, WeaveOptions, names, verify, weave
-from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, ATTENTION, BATCH_SPLIT, AttentionRole, Half
+from trtllm_tokenweave.plugin_specs import (
+    ALL_REDUCE_RMS_NORM,
+    ATTENTION,
+    BATCH_SPLIT,
+    SUFFIX_ROWS,
+    AttentionRole,
+    Half,
+)
 from trtllm_tokenweave.recorder import rules as recorder_rules
 from trtllm_tokenweave.recorder import tensor as recorder_tensor
 from trtllm_tokenweave.table import prefix
@@ -158,8 +165,16 @@ def counts_the_rows_of_another_tensor(network: trt.RecordedNetwork) -> None:
 
 def starts_behind_row_0(network: trt.RecordedNetwork) -> None:
     prefix = layer(network, names.rows(Half.PREFIX))
-    zero: trt.ITensor = prefix.inputs[1]  # type: ignore[assignment]
-    prefix.set_input(1, network.add_elementwise(zero, zero, trt.ElementWiseOperation.SUM).outputs[0])
+    prefix.set_input(1, network.add_constant((2,), np.array([3, 0], np.int64)).outputs[0])
+
+
+def takes_every_other_row(network: trt.RecordedNetwork) -> None:
+    layer(network, names.rows(Half.PREFIX)).stride = (2, 1)
+
+
+def is_sized_by_a_constant(network: trt.RecordedNetwork) -> None:
+    prefix = layer(network, names.rows(Half.PREFIX))
+    prefix.set_input(2, network.add_constant((2,), np.array([4, 16], np.int64)).outputs[0])
 
 
 def counts_other_tokens(network: trt.RecordedNetwork) -> None:
@@ -174,7 +189,9 @@ def counts_other_tokens(network: trt.RecordedNetwork) -> None:
     [
         (takes_rows_of_another_tensor, "has no counterpart that takes the rows behind it of the same tensor"),
         (counts_the_rows_of_another_tensor, "has no counterpart that takes the rows behind it of the same tensor"),
-        (starts_behind_row_0, "does not start at row 0"),
+        (starts_behind_row_0, "does not take all rows from row 0 on"),
+        (takes_every_other_row, "does not take all rows from row 0 on"),
+        (is_sized_by_a_constant, "does not take whole rows"),
         (counts_other_tokens, "is not bounded by the step's tokens"),
         (reads_other_half, "has no twin in the suffix half"),
         (swaps_the_halves, "does not concatenate the prefix half and the suffix half"),
@@ -230,9 +247,15 @@ def other_token_reference(network: trt.RecordedNetwork) -> None:
     split.set_input(1, split.inputs[0])  # type: ignore[arg-type]
 
 
+def fewer_rows_than_the_suffix_has(network: trt.RecordedNetwork) -> None:
+    (suffix,) = plugins(network, SUFFIX_ROWS)
+    suffix.plugin.fields = {**suffix.plugin.fields, "max_rows": 8}
+
+
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
+        (fewer_rows_than_the_suffix_has, "the halves hold 16896 and 8 tokens, a step of tokenweave/batch_split up to"),
         (lengths_of_the_step, "does not take its half's lengths from a batch split"),
         (lengths_of_the_other_half, "does not take its half's lengths from a batch split"),
         (host_lengths_of_another_batch, "reads other host lengths than tokenweave/batch_split"),

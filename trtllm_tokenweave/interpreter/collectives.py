@@ -205,7 +205,13 @@ def stream_join(ctx: KernelContext, fields: Fields, inputs: list[Array]) -> list
 
 @kernel(SUFFIX_ROWS, VERSION, NAMESPACE)
 def suffix_rows(ctx: KernelContext, fields: Fields, inputs: list[Array]) -> list[Array]:
-    """The rows behind the prefix's, at most ``max_rows``."""
-    del ctx
+    """The rows behind the prefix's; refuses more than ``max_rows``."""
     x, prefix = inputs
-    return [x[len(prefix) :][: _int(fields, "max_rows")].copy()]
+    rows, most = x[len(prefix) :], _int(fields, "max_rows")
+    if len(rows) > most:
+        raise UserError(
+            f"the step has {len(x)} tokens, the halves {len(prefix)} and {most}",
+            where=f"layer {ctx.layer}",
+            fix="weave with the max_num_tokens of the engine's profile",
+        )
+    return [rows.copy()]

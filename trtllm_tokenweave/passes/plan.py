@@ -126,7 +126,7 @@ def _tokens_ref(graph: Graph, entry: str) -> str:
     for name in graph.inputs:
         nodes = graph.between(name, [entry])
         if graph.shape(name)[:1] == (-1,) and nodes:
-            rows = RowWise(graph, name, (n.name for n in nodes if n.plugin_name == "AllReduce"))
+            rows = RowWise(graph, name, sums=True)
             if not rows.check(graph.ordered(nodes)) and rows.rows.get(entry) is Rows.TOKEN:
                 return name
     return entry

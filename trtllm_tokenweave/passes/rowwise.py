@@ -14,7 +14,7 @@ import numpy as np
 
 from trtllm_tokenweave import recorder
 from trtllm_tokenweave.network import Graph, Node
-from trtllm_tokenweave.patterns import Refused
+from trtllm_tokenweave.patterns import Refused, is_all_reduce
 from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, NAMESPACE, STREAM_JOIN
 
 
@@ -48,13 +48,15 @@ class RowWise:
         graph: The network.
         entry: The region's entry tensor: its dimension 0 is the tokens.
         trusted: Layers known to be row-wise as a group (those that a fused site replaces).
+        sums: All-reduces count as row-wise, too. Inside of a region they do not: each half would make its own.
     """
 
-    def __init__(self, graph: Graph, entry: str, trusted: Iterable[str] = ()) -> None:
+    def __init__(self, graph: Graph, entry: str, trusted: Iterable[str] = (), *, sums: bool = False) -> None:
         self.graph = graph
         self.rows: dict[str, Rows] = {entry: Rows.TOKEN}
         self.symbols: dict[str, Symbols] = {}
         self.trusted = frozenset(trusted)
+        self.sums = sums
 
     def check(self, nodes: Iterable[Node]) -> list[tuple[Node, str]]:
         """Classify the outputs of ``nodes`` (in topological order); returns (layer, reason) where that fails."""
@@ -134,6 +136,8 @@ class RowWise:
         if key[0] in ATTENTION_PLUGINS:
             if self._row(first) is not Rows.TOKEN or any(self._row(n) is not None for n in rest):
                 raise Refused("attention reads per-token tensors besides its first input")
+            return Rows.TOKEN
+        if self.sums and is_all_reduce(node) and self._row(first) is Rows.TOKEN:
             return Rows.TOKEN
         creator = recorder.get_plugin_registry().get_creator(*key)
         tokens = frozenset() if creator is None else creator.spec.token_inputs(node.fields, len(node.inputs))

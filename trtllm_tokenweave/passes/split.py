@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ class _Splitter:
         given = None if self.prefix_input is None else tensors[self.prefix_input]
         self.prefix_size = prefix_size(self.math, self.region.lookup, tokens_ref, batch_ref, given)
         self.chain_start = chain_start
-        prefix_rows, suffix_rows = self._rows(entry, names.rows)
+        prefix_rows, suffix_rows = self._rows(entry, -1, names.rows)
         # Attention left whole waits for both halves: a gate at the entry would wait for itself.
         whole = self.region.attention == "whole"
         self.suffix = {self.region.entry: suffix_rows if whole else self._gate(names.gate(0), suffix_rows)}
@@ -130,14 +131,14 @@ class _Splitter:
             return (count - 2, count - 1)
         return (count - 3, count - 2) if node.plugin_name == ALL_REDUCE_RMS_NORM else ()
 
-    def _rows(self, tensor: Any, name_of: Any) -> tuple[Any, Any]:
+    def _rows(self, tensor: Any, site: int, name_of: Callable[[Half], str]) -> tuple[Any, Any]:
         """Rows [prefix, width] and [suffix, width] of a [tokens, width] tensor."""
         layer = self.network.add_slice(tensor, (0, 0), (0, 0), (1, 1))
         layer.name = name_of(Half.PREFIX)
         layer.set_input(1, self.math.const(0, 0))
         layer.set_input(2, self.math.join(self.prefix_size, int(tensor.shape[1])))
         prefix = layer.get_output(0)
-        fields: dict[str, FieldValue] = {"max_rows": self.region.lookup.max_suffix}
+        fields: dict[str, FieldValue] = {"site": site, "max_rows": self.region.lookup.max_suffix}
         key, name = (SUFFIX_ROWS, VERSION, NAMESPACE), name_of(Half.SUFFIX)
         return prefix, trt.add_plugin(self.network, key, name, fields, [tensor, prefix]).get_output(0)
 
@@ -150,7 +151,8 @@ class _Splitter:
         joined = self.network.add_concatenation([self.graph.tensors[qkv], self.suffix[qkv]])
         joined.axis = 0
         joined.name = names.concatenate(node.name)
-        prefix, suffix = self._rows(self.graph.tensors[result], lambda half: names.attention_rows(site, number, half))
+        made = self.graph.tensors[result]
+        prefix, suffix = self._rows(made, site, lambda half: names.attention_rows(site, number, half))
         node.layer.set_input(0, joined.get_output(0))
         self._repoint(result, prefix)
         self.suffix[result] = self._gate(names.gate(site, number), suffix)

@@ -63,7 +63,7 @@ def _rows(graph: Graph, half: Half) -> dict[str, Node]:
 
 
 def _cuts(graph: Graph, rows: dict[Half, dict[str, Node]]) -> list[str]:
-    """Prefix [0, p), and the suffix is what is behind it, of all tensors alike; p = min(rows, n, constant)."""
+    """Prefix [0, p), and the suffix is what is behind it, of all tensors alike; p = min(rows, n, bound)."""
     problems = []
     sizes: set[tuple[str | None, int]] = set()
     for name, prefix in rows[Half.PREFIX].items():
@@ -71,20 +71,28 @@ def _cuts(graph: Graph, rows: dict[Half, dict[str, Node]]) -> list[str]:
         if suffix is None or suffix.inputs != [prefix.inputs[0], prefix.outputs[0]] or len(prefix.inputs) != 3:
             problems.append(f"layer {name} has no counterpart that takes the rows behind it of the same tensor")
             continue
-        width = graph.producer.get(prefix.inputs[2] or "")
-        sizes.add((width.inputs[0] if width is not None else None, int(suffix.fields["max_rows"])))
-        zero = graph.producer.get(prefix.inputs[1] or "")
-        if zero is None or zero.kind != "CONSTANT":
-            problems.append(f"layer {name} does not start at row 0")
+        shape = graph.producer.get(prefix.inputs[2] or "")
+        parts = list(shape.inputs) if shape is not None and shape.kind == "CONCATENATION" else []
+        if len(parts) != 2 or graph.scalar(parts[1] or "") != graph.shape(prefix.inputs[0] or "")[1]:
+            problems.append(f"layer {name} does not take whole rows")
+        sizes.add((parts[0] if parts else None, int(suffix.fields["max_rows"])))
+        if not graph.is_zero(prefix.inputs[1] or "") or prefix.attribute("stride") != (1, 1):
+            problems.append(f"layer {name} does not take all rows from row 0 on")
     if len(sizes) != 1 or len(rows[Half.PREFIX]) != len(rows[Half.SUFFIX]):
         return [*problems, "the halves are not cut at one place"]
-    ((size, _),) = sizes
+    ((size, max_rows),) = sizes
     bounded = graph.producer.get(size or "")
     within = graph.producer.get((bounded.inputs[0] if bounded is not None else None) or "")
     if bounded is None or within is None or (bounded.op(), within.op()) != ("MIN", "MIN"):
         return [*problems, "the prefix's size is not computed as min(rows, n, bound)"]
     if not _is_token_count(graph, within.inputs[1]):
         problems.append("the prefix's size is not bounded by the step's tokens")
+    most = int(graph.scalar(bounded.inputs[1] or "") or 0)
+    for node in graph.nodes:
+        if node.plugin_name == BATCH_SPLIT and node in graph.live:
+            needed = int(node.fields["max_num_tokens"])
+            if most + max_rows < needed:
+                problems.append(f"the halves hold {most} and {max_rows} tokens, a step of {node.name} up to {needed}")
     return problems
 
 

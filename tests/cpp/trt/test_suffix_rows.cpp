@@ -11,7 +11,7 @@ using nvinfer1::IPluginV3OneRuntime;
 constexpr const char* kName = "TokenWeaveSuffixRows";
 constexpr int32_t kMaxRows = 100;
 
-FieldList fields() { return FieldList().set("max_rows", kMaxRows); }
+FieldList fields() { return FieldList().set("site", 3).set("max_rows", kMaxRows); }
 
 class SuffixRows : public PluginTest {
  protected:
@@ -49,7 +49,7 @@ TEST_F(SuffixRows, CopiesNothingOfAnEmptySuffixOrStep) {
 TEST_F(SuffixRows, RefusesAStepThatTheHalvesDoNotHold) {
   for (const int64_t rows : {2, 4}) {
     EXPECT_NE(run(10, 7, rows), 0);
-    EXPECT_EQ(last_error().message, "TokenWeaveSuffixRows: the step has 10 tokens, the halves 7 and " +
+    EXPECT_EQ(last_error().message, "TokenWeaveSuffixRows site 3: the step has 10 tokens, the halves 7 and " +
                                         std::to_string(rows) +
                                         ". Fix: weave with the max_num_tokens of the engine's profile");
   }
@@ -83,10 +83,10 @@ TEST_F(SuffixRows, HasAtMostMaxRows) {
   EXPECT_EQ(type, DataType::kHALF);
   inputs[0] = exprs.dims({-1, 8, 8});
   EXPECT_NE(build.getOutputShapes(inputs.data(), 2, nullptr, 0, &output, 1, exprs), 0);
-  EXPECT_STREQ(last_error().message, "TokenWeaveSuffixRows: the tensor is not [tokens, width]");
+  EXPECT_STREQ(last_error().message, "TokenWeaveSuffixRows site 3: the tensor is not [tokens, width]");
   inputs = {exprs.dims({-1, 8}), exprs.dims({})};
   EXPECT_NE(build.getOutputShapes(inputs.data(), 2, nullptr, 0, &output, 1, exprs), 0);
-  EXPECT_STREQ(last_error().message, "TokenWeaveSuffixRows: the prefix's reference has no dimension");
+  EXPECT_STREQ(last_error().message, "TokenWeaveSuffixRows site 3: the prefix's reference has no dimension");
 }
 
 TEST_F(SuffixRows, TakesLinearTensorsOfOneType) {
@@ -104,17 +104,32 @@ TEST_F(SuffixRows, TakesLinearTensorsOfOneType) {
   EXPECT_FALSE(build.supportsFormatCombination(0, descs.data(), 3, 1));
   EXPECT_EQ(build.configurePlugin(nullptr, 2, nullptr, 1), 0);
   EXPECT_NE(build.configurePlugin(nullptr, 3, nullptr, 1), 0);
-  EXPECT_STREQ(last_error().message, "TokenWeaveSuffixRows: has 3 inputs and 1 outputs, expected 2 and 1");
+  EXPECT_STREQ(last_error().message, "TokenWeaveSuffixRows site 3: has 3 inputs and 1 outputs, expected 2 and 1");
+}
+
+TEST_F(SuffixRows, TakesElementsOfWholeBytes) {
+  const PluginPtr plugin = create(kName, fields());
+  auto& build = capability<IPluginV3OneBuildV2>(plugin);
+  std::vector<nvinfer1::DynamicPluginTensorDesc> descs(3);
+  for (const auto& [type, served] :
+       {std::pair{DataType::kFP8, true}, {DataType::kINT64, true}, {DataType::kINT4, false}}) {
+    for (auto& one : descs) one.desc = desc({1, 8}, type);
+    for (const int32_t position : {0, 2})
+      EXPECT_EQ(build.supportsFormatCombination(position, descs.data(), 2, 1), served) << position;
+    EXPECT_TRUE(build.supportsFormatCombination(1, descs.data(), 2, 1));
+  }
 }
 
 TEST(SuffixRowsFields, AreCheckedAndStored) {
-  EXPECT_EQ(create(kName, FieldList()), nullptr);
+  EXPECT_EQ(create(kName, FieldList().set("site", 0)), nullptr);
   EXPECT_STREQ(last_error().message, "TokenWeaveSuffixRows: layer 'layer': field 'max_rows' is missing");
-  EXPECT_EQ(create(kName, FieldList().set("max_rows", 0)), nullptr);
+  EXPECT_EQ(create(kName, FieldList().set("site", 0).set("max_rows", 0)), nullptr);
+  EXPECT_EQ(create(kName, FieldList().set("site", -2).set("max_rows", kMaxRows)), nullptr);
   const PluginPtr plugin = create(kName, fields(), TensorRTPhase::kBUILD);
   const auto& stored = *capability<IPluginV3OneRuntime>(plugin).getFieldsToSerialize();
-  ASSERT_EQ(stored.nbFields, 1);
-  EXPECT_EQ(*static_cast<const int32_t*>(stored.fields[0].data), kMaxRows);
+  ASSERT_EQ(stored.nbFields, 2);
+  EXPECT_EQ(*static_cast<const int32_t*>(stored.fields[0].data), 3);
+  EXPECT_EQ(*static_cast<const int32_t*>(stored.fields[1].data), kMaxRows);
 }
 
 }  // namespace
