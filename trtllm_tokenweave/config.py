@@ -210,7 +210,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         min_tokens=_count(values, MIN_TOKENS) if values.get(MIN_TOKENS.name) else None,
         split_attention=_flag(values, SPLIT_ATTENTION, default=True),
         strict=_flag(values, STRICT),
-        share_gpus=_flag(values, SHARE_GPUS),
+        share_gpus=values.get(SHARE_GPUS.name) == "1",
         launcher=_launcher(values, OMPI_RANK, OMPI_SIZE) or _launcher(values, PMI_RANK, PMI_SIZE),
         launch=values.get(LAUNCH.name, ""),
     )

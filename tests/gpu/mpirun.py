@@ -19,7 +19,8 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun
 
 def room_for(ranks: int) -> bool:
     """Whether each rank has a GPU, or may share one (NCCL_MULTI_RANK_GPU_ENABLE=1, with NCCL 2.30 or newer)."""
-    return read_environment().share_gpus or torch.cuda.device_count() >= ranks
+    shared = read_environment().share_gpus and bool(torch.cuda.nccl.version() >= (2, 30))
+    return shared or torch.cuda.device_count() >= ranks
 
 
 def on_ranks(size: int, module: str, *arguments: str, timeout: float = 300, mpirun: bool = True) -> str:

@@ -140,13 +140,32 @@ def prompts(lengths: Sequence[int]) -> list[list[int]]:
     return [random.integers(1, CONFIG.vocab_size, length).tolist() for length in lengths]
 
 
-def logits(step: EngineStep) -> list[Array]:
-    """Of each step of `STEPS`: the logits [prompts, vocabulary] of its prompts' last tokens."""
+@dataclass(frozen=True)
+class Run:
+    """A step of `STEPS`, or chunks of prompts beside generation: of each prompt its tokens and their logits."""
+
+    name: str
+    tokens: list[list[int]]
+    logits: list[Array]
+
+    def errors(self, stock: Run) -> list[float]:
+        """Of each token up to the first that differs, whose logits are still of the same tokens."""
+        found = []
+        for mine, given, theirs, wanted in zip(self.tokens, self.logits, stock.tokens, stock.logits, strict=True):
+            same = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), len(mine) - 1)
+            found += errors(given[: same + 1], wanted[: same + 1]).tolist()
+        return found
+
+
+def runs(step: EngineStep) -> list[Run]:
+    """All of `STEPS`, then steps of at most 48 tokens."""
     found = []
-    for lengths in STEPS:
-        limits = engine_limits(step.model, max_new_tokens=1)
-        made = engine_generator(step, limits).generate(prompts(lengths)).generations
-        found.append(np.stack([m.logits[0].astype(np.float32) for m in made]))
+    for lengths, max_new_tokens, max_num_tokens in (*((s, 1, 512) for s in STEPS), ((19, 40, 7) * 8, 4, 48)):
+        limits = engine_limits(step.model, max_new_tokens=max_new_tokens)
+        generator = engine_generator(step, replace(limits, max_num_tokens=max_num_tokens))
+        made = generator.generate(prompts(lengths)).generations
+        logits = [np.stack(m.logits).astype(np.float32) for m in made]
+        found.append(Run(f"{sum(lengths)} tokens in steps of {max_num_tokens}", [m.tokens for m in made], logits))
     return found
 
 
@@ -167,22 +186,24 @@ def main(folder: Path) -> None:
         if comm.rank == 0:  # a run that is cut short shows where it was
             print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
 
-    wanted: dict[bool, list[Array]] = {}
+    wanted: dict[bool, list[Run]] = {}
     wrong = []
     stock = [Variant("stock", "stock"), Variant("reduced_stock", "stock", reduced_embedding=True)]
     for variant in (*stock, *VARIANTS):
         engine, model = load(variant, folder, comm)
-        with engine_step(engine, model, engine_limits(model, max_new_tokens=1), fill=0xFF) as step:
-            found = logits(step)
+        with engine_step(engine, model, engine_limits(model, max_new_tokens=4), fill=0xFF) as step:
+            found = runs(step)
         if variant.mode == "stock":
             wanted[variant.reduced_embedding] = found
             # The check below would see rows of other prompts.
-            assert errors(found[-1][1:], found[-1][:-1]).min() > 2 * TOLERANCE
+            rows = np.concatenate(found[-1].logits)
+            assert errors(rows[4:], rows[:-4]).min() > 2 * TOLERANCE
             continue
-        for lengths, got, want in zip(STEPS, found, wanted[variant.reduced_embedding], strict=True):
-            rows = errors(got, want)
-            if rows.max() > TOLERANCE:
-                wrong.append(f"{variant.name}, {sum(lengths)} tokens: {np.round(rows, 2).tolist()}")
+        for run, as_stock in zip(found, wanted[variant.reduced_embedding], strict=True):
+            differ = run.errors(as_stock)
+            assert 2 * len(differ) > sum(len(tokens) for tokens in run.tokens), run.name
+            if max(differ) > TOLERANCE:
+                wrong.append(f"{variant.name}, {run.name}: {np.round(differ, 2).tolist()}")
         overlapped = plugin_library().counters()["overlapped"]
         assert (overlapped > 0) == (variant.mode == "weave"), overlapped
         plugin_library().reset_counters()

@@ -19,13 +19,15 @@ def test_a_trace_becomes_kernels_in_order() -> None:
     trace = {
         "traceEvents": [
             event("b", 7, 1010.0, 5.0),
-            event("copy", 7, 900.0, 1.0, "gpu_memcpy"),
+            event("enqueue", 7, 900.0, 1.0, "cpu_op"),
+            event("copy", 7, 1005.0, 5.0, "gpu_memcpy"),
             event("a", 9, 1000.0, 20.04),
         ]
     }
-    assert parse(trace) == [Kernel("a", 9, 0.0, 20.0), Kernel("b", 7, 10.0, 15.0)]
+    copied = Kernel("copy", 7, 5.0, 10.0)
+    assert parse(trace) == [Kernel("a", 9, 0.0, 20.0), copied, Kernel("b", 7, 10.0, 15.0)]
     trace["traceEvents"][0]["args"]["grid"] = [66, 2, 1]
-    assert [k.ctas for k in parse(trace)] == [0, 132]
+    assert [k.ctas for k in parse(trace)] == [0, 0, 132]
     assert parse({}) == []
 
 

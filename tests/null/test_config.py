@@ -26,6 +26,12 @@ def test_debug_refuses_other_words() -> None:
         read_environment({"TLLM_TOKENWEAVE_DEBUG": "maybe"})
 
 
+@pytest.mark.parametrize(("value", "meaning"), [("1", True), ("0", False), ("", False), ("2", False), ("yes", False)])
+def test_what_nccl_takes_for_shared_gpus(value: str, meaning: bool) -> None:
+    """The variable is NCCL's: no value of it is an error of ours."""
+    assert read_environment({"NCCL_MULTI_RANK_GPU_ENABLE": value}).share_gpus is meaning
+
+
 def test_folders() -> None:
     both = {"CUDA_HOME": "/a", "CUDA_PATH": "/b", "TENSORRT_ROOT": "/c"}
     assert read_environment(both).cuda_home == Path("/a")

@@ -56,8 +56,8 @@ def _record_once(run: Callable[[], None]) -> list[Kernel]:
 
 
 def parse(trace: dict[str, Any]) -> list[Kernel]:
-    """Kernels of a Chrome trace."""
-    events = [e for e in trace.get("traceEvents", ()) if e.get("cat") == "kernel"]
+    """Kernels of a Chrome trace, and copies and fills, which have no CTAs."""
+    events = [e for e in trace.get("traceEvents", ()) if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     first = min((e["ts"] for e in events), default=0.0)
     kernels = [
         Kernel(

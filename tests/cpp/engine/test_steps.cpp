@@ -148,6 +148,15 @@ TEST_F(StepsTest, EverythingIsSetAfterForgetting) {
   EXPECT_TRUE(is_bound_as_given());
 }
 
+TEST_F(StepsTest, AMoveKeepsWhatIsBoundAndWhereItsAllocatorIs) {
+  calls_of_step();
+  const detail::RefusingAllocator* const allocator = &steps.allocator();
+  detail::Steps moved = std::move(steps);
+  EXPECT_EQ(&moved.allocator(), allocator);
+  EXPECT_TRUE(moved.run(context, inputs, outputs, nullptr).ok());
+  EXPECT_EQ(context.taken(), kEnqueue);
+}
+
 TEST_F(StepsTest, AChangedAddressIsSetAlone) {
   calls_of_step();
   inputs["ids"].data = memory(3);
