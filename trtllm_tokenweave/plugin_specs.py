@@ -207,6 +207,8 @@ SPECS: tuple[PluginSpec, ...] = (
             _flag("has_bias"),
             _flag("side_stream"),
             _flag("last"),
+            # Equal in all layers and on all ranks; tells the engines of a process apart.
+            _int32("weave_hash", 0),
             _chars("table", b""),
         ),
         outputs=_all_reduce_rms_norm,

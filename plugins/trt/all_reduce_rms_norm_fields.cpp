@@ -44,11 +44,11 @@ void AllReduceRmsNormFields::visit(FieldVisitor& visitor, nvinfer1::TensorRTPhas
   visitor.flag("has_bias", &has_bias);
   visitor.flag("side_stream", &side_stream);
   visitor.flag("last", &last);
+  visitor.int32("weave_hash", &weave_hash, 0, kNoLimit);
   visitor.chars("table", &table);
   if (phase == nvinfer1::TensorRTPhase::kRUNTIME) {
     visitor.int32("hidden", &hidden, 1, kNoLimit);
     visitor.int32("max_rows", &max_rows, 0, kNoLimit);
-    visitor.int32("max_step_tokens", &max_step_tokens, 0, kNoLimit);
   }
 }
 
@@ -93,7 +93,7 @@ uint64_t AllReduceRmsNormFields::engine_hash() const {
   hash.add(type_id);
   hash.add(side_stream);  // a split engine and a fused one of the same model are two
   hash.add(hidden);
-  hash.add(max_step_tokens);
+  hash.add(weave_hash);
   hash.add(group.data(), group.size() * sizeof(int32_t));
   hash.add(table.data(), table.size());
   return hash.value();

@@ -23,13 +23,14 @@ struct AllReduceRmsNormFields {
   int8_t gather_residual = 0;
   int8_t has_bias = 0;
   int8_t side_stream = 0;
-  int8_t last = 0;  ///< of the last site: nothing runs beside the suffix half's collective
+  int8_t last = 0;         ///< of the last site: nothing runs beside the suffix half's collective
+  int32_t weave_hash = 0;  ///< of the network's weave: tells the engines of a process apart
   std::vector<uint8_t> table;
 
-  // Learnt by configurePlugin, and part of the engine. 0: not known yet.
+  // Learnt by configurePlugin, and part of the engine. 0: not known yet. TensorRT configures a plugin for each profile,
+  // so those of one engine may differ in max_rows.
   int32_t hidden = 0;
-  int32_t max_rows = 0;         ///< of this layer's half, over all profiles
-  int32_t max_step_tokens = 0;  ///< of the whole step, over all profiles
+  int32_t max_rows = 0;  ///< of this layer's half
 
   /// Derived by check().
   std::shared_ptr<const TuningTable> tuning_table;
@@ -44,7 +45,7 @@ struct AllReduceRmsNormFields {
   Status check_hidden(int64_t value) const;
   /// Staging memory for the largest step: input and normed share one piece, a gathered residual needs another.
   uint64_t staging_bytes() const;
-  /// Of everything that has to be equal on all ranks and in all layers of an engine.
+  /// Of everything that has to be equal on all ranks and in all layers of an engine, whatever their profile.
   uint64_t engine_hash() const;
 };
 

@@ -107,7 +107,6 @@ int32_t AllReduceRmsNormPlugin::configurePlugin(const DynamicPluginTensorDesc* i
     TW_RETURN_IF_ERROR(fields_.check_hidden(inputs[kInput].max.d[1]));
     fields_.hidden = static_cast<int32_t>(inputs[kInput].max.d[1]);
     fields_.max_rows = std::max(fields_.max_rows, static_cast<int32_t>(rows));
-    fields_.max_step_tokens = std::max(fields_.max_step_tokens, static_cast<int32_t>(tokens));
     return {};
   });
 }

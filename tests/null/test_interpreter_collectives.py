@@ -85,7 +85,7 @@ class Case:
             tp_rank=self.rank,
             type_id=self.dtype.value,
             eps=EPS,
-            **{"kind": 0, "site": 0, "half": 2, "has_bias": int(bias is not None), **fields},
+            **{"kind": 0, "site": 0, "half": 2, "has_bias": int(bias is not None), "weave_hash": 0, **fields},
         )
         chain = self.constant(np.zeros(1, np.int32))
         vectors = [gamma] if bias is None else [gamma, bias]

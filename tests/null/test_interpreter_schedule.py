@@ -61,6 +61,7 @@ class Weave:
             site=site,
             half=half,
             residual_sharded=site,
+            weave_hash=0,
             gather_residual=site,
             side_stream=1,
         )

@@ -280,7 +280,7 @@ def test_a_plugin_is_made_once(tensorrt: FakeTensorRT, monkeypatch: pytest.Monke
 
 
 def test_an_empty_field_is_left_out(tensorrt: FakeTensorRT) -> None:
-    fields: dict[str, Any] = dict.fromkeys(("tp_rank", "type_id", "kind", "site", "half"), 0)
+    fields: dict[str, Any] = dict.fromkeys(("tp_rank", "type_id", "kind", "site", "half", "weave_hash"), 0)
     fields |= {"group": np.arange(2), "eps": 0.0}
     seam.create_plugin(_Network(), ("AllReduceRmsNorm", "1", "tokenweave"), "start", fields | {"table": b""})
     assert "table" not in tensorrt.created[0][1]

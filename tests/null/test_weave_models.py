@@ -17,6 +17,7 @@ from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import ModelConfig, preset
 from trtllm_tokenweave.network import Graph
 from trtllm_tokenweave.passes import WeaveOptions, weave
+from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM
 from trtllm_tokenweave.recorder import RecordedNetwork
 from trtllm_tokenweave.waves import default_table
 
@@ -152,6 +153,20 @@ def canonical(network: RecordedNetwork) -> set[str]:
         for i, name in enumerate(node.outputs):
             digest[name] = f"{hashlib.sha256(made.encode()).hexdigest()}:{i}"
     return found
+
+
+def weave_hashes(**changes: Any) -> set[int]:
+    """Of a woven model's collectives, on all ranks."""
+    networks = Model(tiny(), 2, weaving="weave", **changes).networks()
+    starts = [n for network in networks for n in Graph(network).nodes if n.plugin_name == ALL_REDUCE_RMS_NORM]
+    return {int(n.fields["weave_hash"]) for n in starts}
+
+
+def test_engines_of_a_process_are_told_apart() -> None:
+    """By a number that all layers of a network have, on all ranks."""
+    split, whole = weave_hashes(), weave_hashes(split_attention=False)
+    assert len(split) == len(whole) == 1
+    assert split != whole
 
 
 @pytest.mark.parametrize("weaving", ["fuse", "weave"])

@@ -41,6 +41,7 @@ class _Fuser:
         else:
             self.batch_ref = graph.tensors[plan.batch_ref]
         self.table = plan.options.table.pack()
+        self.weave_hash = plan.hash()
         #: Tensors of the network as it was that a fused operation now puts out.
         self.current: dict[str, Any] = {}
         self.gathered = False
@@ -68,6 +69,7 @@ class _Fuser:
             "has_bias": int(site.bias is not None),
             "side_stream": int(self.plan.region is not None),
             "last": int(index == len(self.plan.sites) - 1),
+            "weave_hash": self.weave_hash,
             "table": self.table,
         }
         vectors = [self._flat(site, "gamma", site.gamma)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,6 +74,14 @@ class WeavePlan:
     region: Region | None
     tokens_ref: str = ""
     batch_ref: str | None = None
+
+    def hash(self) -> int:
+        """Of what two engines of a process may differ in, 31 bits; the same on all ranks."""
+        options, region = self.options, self.region
+        limits = (options.max_batch_size, options.max_num_tokens, options.prefix_input, options.gemm)
+        kinds = [int(site.kind) for site in self.sites]
+        told = repr((limits, kinds, None if region is None else region.attention)).encode()
+        return zlib.crc32(told) >> 1
 
     def run_starts(self) -> list[bool]:
         """Per site: does it start a run, taking the full residual instead of the previous site's shard."""

@@ -36,7 +36,7 @@ from trtllm_tokenweave.recorder.tensor import MAX_SHAPE_TENSOR_ELEMENTS
 _WEIGHT_ELEMENTS = 64
 
 #: Fields of AllReduceRmsNorm that are equal in all of a network's.
-_COMMON_FIELDS = ("group", "tp_rank", "type_id", "side_stream", "table")
+_COMMON_FIELDS = ("group", "tp_rank", "type_id", "side_stream", "weave_hash", "table")
 
 Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
 

@@ -9,8 +9,8 @@ FieldList start_fields(TensorRTPhase phase) {
   fields.set("group", {2, 3}).set("tp_rank", 1).set("type_id", 7).set("eps", 1e-5f);
   fields.set("kind", 0).set("site", 0).set("half", 0);
   fields.flag("residual_sharded", 0).flag("gather_residual", 0).flag("has_bias", 0).flag("side_stream", 1);
-  if (phase == TensorRTPhase::kRUNTIME)
-    fields.set("hidden", kHidden).set("max_rows", 4096).set("max_step_tokens", 8192);
+  fields.set("weave_hash", 1);
+  if (phase == TensorRTPhase::kRUNTIME) fields.set("hidden", kHidden).set("max_rows", 4096);
   return fields;
 }
 

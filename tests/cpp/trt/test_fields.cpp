@@ -147,10 +147,10 @@ TEST(Fields, MayNotCarryNonsense) {
 
 TEST(Fields, AreNamedByTheCreators) {
   const nvinfer1::PluginFieldCollection& start = *creator("AllReduceRmsNorm").getFieldNames();
-  ASSERT_EQ(start.nbFields, 13);
+  ASSERT_EQ(start.nbFields, 14);
   EXPECT_STREQ(start.fields[0].name, "group");
-  EXPECT_STREQ(start.fields[12].name, "table");
-  EXPECT_EQ(start.fields[12].type, PluginFieldType::kCHAR);
+  EXPECT_STREQ(start.fields[13].name, "table");
+  EXPECT_EQ(start.fields[13].type, PluginFieldType::kCHAR);
   EXPECT_EQ(creator("StreamJoin").getFieldNames()->nbFields, 4);
   EXPECT_STREQ(creator("StreamJoin").getPluginNamespace(), "tokenweave");
   EXPECT_STREQ(creator("StreamJoin").getPluginVersion(), "1");

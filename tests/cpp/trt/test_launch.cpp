@@ -107,7 +107,7 @@ TEST_F(Launch, FallsBackFromMultimemOnEveryRank) {
   EXPECT_EQ(counters().fabric_fallbacks, 0u);
 
   gpu().fabric = TW_FABRIC_PEER;
-  Start without{fields("batches").set("max_step_tokens", 100)};
+  Start without{fields("batches").set("weave_hash", 2)};
   ASSERT_EQ(without.change_shape(), 0);
   testing::internal::CaptureStderr();
   EXPECT_EQ(without.run({100, 100, 1}) + without.run({100, 100, 1}), 0);

@@ -211,7 +211,7 @@ TEST_F(SideStreamTest, EnginesDevicesAndGroupsDoNotShare) {
   EXPECT_EQ(hash(start_fields().set("site", 3).set("half", 1).set("max_rows", 9)), base);
   EXPECT_NE(hash(start_fields().set("type_id", 1)), base);
   EXPECT_NE(hash(start_fields().set("hidden", 128)), base);
-  EXPECT_NE(hash(start_fields().set("max_step_tokens", 4096)), base);
+  EXPECT_NE(hash(start_fields().set("weave_hash", 2)), base);
   EXPECT_NE(hash(start_fields().set("group", {0, 1})), base);
 
   gpu() = FakeGpu{};
@@ -220,6 +220,15 @@ TEST_F(SideStreamTest, EnginesDevicesAndGroupsDoNotShare) {
   gpu().device = 1;
   const Start elsewhere;
   EXPECT_EQ(gpu().streams, 3);
+}
+
+TEST_F(SideStreamTest, LayersOfAllProfilesShareMemory) {
+  const Start large, small{start_fields().set("max_rows", 8)};
+  void* memory = nullptr;
+  EXPECT_EQ(twPluginTensorMemory(0, 512, &memory, nullptr), TW_OK) << last_error().message;
+  EXPECT_EQ(memory, gpu().tensor_memory);
+  EXPECT_EQ(gpu().streams, 1);
+  EXPECT_EQ(gpu().groups.back().staging_bytes, uint64_t{4096} * kHidden * 2);
 }
 
 TEST_F(SideStreamTest, CountsTensorsThatAreStaged) {
