@@ -186,7 +186,7 @@ def test_a_row_holds_the_slower_ranks_times(launches: list[Any], schedule: Sched
 def test_a_trace_without_its_tail_counts_what_was_run(launches: list[Any], schedule: Schedule) -> None:
     runner, engines = played(SingleComm(), variants=("stock",), tail=False, rounds=1)
     row = runner.row(BUDGET)
-    assert len(engines["stock"].given) - len(schedule.loaded.steps) == len(schedule.loaded.steps) + 2
+    assert len(engines["stock"].given) - len(schedule.loaded.steps) == len(schedule.loaded.steps) + 3
     rows, prompts = schedule.loaded.generation_rows, sum(r.prompt for r in TRACE.requests)
     assert 0 < rows < schedule.generation_rows
     assert row["generated_per_s"]["stock"] == pytest.approx(1e3 * (rows + 6) / row["stock_ms"], abs=0.1)
@@ -206,7 +206,7 @@ def test_every_engine_runs_the_same_steps(launches: list[Any], schedule: Schedul
     assert given_to == other
     assert given_to["stock"] == given_to["fuse_only"] == given_to["no_comm"]
     recurring = len(schedule.recurring(103))
-    rehearsed = len(schedule.loaded.steps) + 2 * recurring
+    rehearsed = len(schedule.loaded.steps) + 3 * recurring
     assert len(given_to["stock"]) == rehearsed + 3 * len(schedule.steps)
     assert len(given_to["woven"]) == 2 * len(given_to["stock"])  # two columns
     assert set(capacity.values()) == {max(recurring, 2)}
@@ -296,7 +296,7 @@ def test_an_engine_that_differs_from_stock_is_an_error(launches: list[Any], wher
     assert first == second
     passes = 0 if where else 1
     steps = bench().schedule(BUDGET)
-    assert count == len(steps.loaded.steps) + 2 * len(steps.recurring(103)) + passes * len(steps.steps)
+    assert count == len(steps.loaded.steps) + 3 * len(steps.recurring(103)) + passes * len(steps.steps)
 
 
 def test_logits_that_are_no_numbers_are_an_error(launches: list[Any]) -> None:
@@ -398,7 +398,16 @@ def test_the_document(machine: DecoderMachine, cuda: FakeRuntime, monkeypatch: p
         close(self)
 
     monkeypatch.setattr(EngineStep, "close", closing)
-    first, second = on_ranks(lambda comm: measure_trace(bench(comm.rank, budgets=(BUDGET, 96), rounds=1), comm))
+    kept: dict[int, list[str]] = {0: [], 1: []}
+
+    def measure(comm: CommBackend) -> dict[str, Any]:
+        made = bench(comm.rank, budgets=(BUDGET, 96), rounds=1)
+        return measure_trace(made, comm, keep=lambda so_far: kept[comm.rank].append(json.dumps(so_far)))
+
+    first, second = on_ranks(measure)
+    # What a run that is cut short leaves.
+    assert [[len(json.loads(one)["rows"]) for one in of_rank] for of_rank in kept.values()] == [[1, 2]] * 2
+    assert json.loads(kept[0][-1]) == first
     assert len(closed) == 8
     assert not cuda.graphs
     assert set(cuda.memory) == before
@@ -418,7 +427,7 @@ def test_the_document(machine: DecoderMachine, cuda: FakeRuntime, monkeypatch: p
         assert any(splits)
         assert splits == [len(one["input_ids"]) >= 32 for one in found]
         assert len(machine.engines[f"stock of rank {rank}".encode()].device) == sum(
-            len(made.loaded.steps) + 2 * len(made.recurring(103)) + len(made.steps) for made in schedules
+            len(made.loaded.steps) + 3 * len(made.recurring(103)) + len(made.steps) for made in schedules
         )
 
 

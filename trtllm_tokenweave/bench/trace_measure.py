@@ -205,7 +205,8 @@ class TraceRunner(RankReporter):
         engine.graphs.capacity = max(engine.graphs.capacity, graphs)
         for step in recurring:
             inputs = self._inputs(name, step)
-            for _ in range(2):
+            # Eager, captured behind another eager one, and replayed: a graph's first launch brings it to the GPU.
+            for _ in range(3):
                 engine([inputs])
         return logits
 
@@ -330,19 +331,27 @@ def load_engine(
     return step, engine_document(plan.report, step.contexts[0])
 
 
-def measure_trace(bench: TraceBench, comm: CommBackend, cache: Path | None = None) -> dict[str, Any]:
+def measure_trace(
+    bench: TraceBench,
+    comm: CommBackend,
+    cache: Path | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda _document: None,
+) -> dict[str, Any]:
     """Measure on the ranks of ``comm``, one GPU each; returns the JSON document (on every rank).
 
     Args:
         bench: What to measure.
         comm: The ranks.
         cache: Folder of TensorRT's timings, kept for the next run; None: a temporary one.
+        keep: Called on every rank with the document so far whenever a budget is done: a run that is cut short leaves
+            what it has.
 
     Raises:
         TokenWeaveError: on all ranks, where an engine cannot be built or does not compute what stock does.
     """
     engines: dict[Variant, EngineStep] = {}
     documents: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
     with ExitStack() as last_first:
         folder = cache or Path(last_first.enter_context(tempfile.TemporaryDirectory()))
         last_first.callback(plugin_library().override_launch, None)
@@ -354,9 +363,15 @@ def measure_trace(bench: TraceBench, comm: CommBackend, cache: Path | None = Non
             last_first.callback(engines[variant].close)
         plugin_library().reset_counters()
         runner = TraceRunner(bench, comm, engines)
-        rows = [runner.row(budget) for budget in bench.budgets]
-        for variant, engine in engines.items():
-            documents[variant] |= {"graphs": vars(engine.graphs.counters).copy()}
+        for budget in bench.budgets:
+            rows.append(runner.row(budget))
+            for variant, engine in engines.items():
+                documents[variant] |= {"graphs": vars(engine.graphs.counters).copy()}
+            on_all_ranks(comm, "writing the result", lambda: keep(_document(bench, documents, rows)))
+        return _document(bench, documents, rows)
+
+
+def _document(bench: TraceBench, documents: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
     limits = bench.limits(max(bench.budgets))
     return {
         "what": f"serving trace: {bench.engines.shape}; ms for all steps"

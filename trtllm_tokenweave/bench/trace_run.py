@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,14 @@ def check_arguments(arguments: TraceArguments) -> None:
     read_bench(arguments, expected_mapping(arguments.table))
 
 
-def run_trace(arguments: TraceArguments) -> dict[str, Any] | None:
+def run_trace(
+    arguments: TraceArguments, keep: Callable[[dict[str, Any]], None] = lambda _document: None
+) -> dict[str, Any] | None:
     """Measure on the ranks that mpirun started; the document on rank 0, None on the others.
+
+    Args:
+        arguments: The command's options.
+        keep: Called on rank 0 with the document so far, whenever a budget is done.
 
     Raises:
         UserError: options that do not fit, or a machine that cannot do it.
@@ -113,13 +120,14 @@ def run_trace(arguments: TraceArguments) -> dict[str, Any] | None:
     launcher = read_environment().needed_ranks("bench trace")
     bench = read_bench(arguments, Mapping(launcher.size, launcher.rank, launcher.size))
     comm, gpu = start_benchmark(launcher, arguments.timing_cache)
-    document = measure_trace(bench, comm, arguments.timing_cache)
-    if comm.rank != 0:
-        return None
-    return {
-        **origin(comm, gpu),
-        "model": arguments.preset,
-        "table": None if arguments.table is None else bench.engines.weave.table.sha256,
-        "ctas": arguments.ctas,
-        **document,
-    }
+
+    def whole(document: dict[str, Any]) -> dict[str, Any]:
+        table = None if arguments.table is None else bench.engines.weave.table.sha256
+        return {**origin(comm, gpu), "model": arguments.preset, "table": table, "ctas": arguments.ctas, **document}
+
+    def keep_on_rank_0(document: dict[str, Any]) -> None:
+        if comm.rank == 0:
+            keep(whole(document))
+
+    document = measure_trace(bench, comm, arguments.timing_cache, keep_on_rank_0)
+    return whole(document) if comm.rank == 0 else None

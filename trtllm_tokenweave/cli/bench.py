@@ -288,7 +288,7 @@ def trace(
     if timing_cache is not None:
         check_folder(timing_cache)
     _need_gpus(2)
-    document = run_trace(arguments)
+    document = run_trace(arguments, lambda so_far: _write(so_far, output))
     if document is not None:
         _finish(document, output, as_json)
 
