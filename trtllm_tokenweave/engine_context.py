@@ -36,6 +36,7 @@ class Binding:
         shape: Its shape.
         dtype: Its numpy dtype, None: not checked.
         host: The values of an input that plugins read on the host (``host_*``), which decide what is queued.
+        stands_for: What names these values, with the shape, so that they need not be compared; None: nothing does.
         owner: What keeps the memory; None: the caller does, as long as a step may use it.
     """
 
@@ -43,6 +44,7 @@ class Binding:
     shape: tuple[int, ...]
     dtype: np.dtype[Any] | None = None
     host: Array | None = None
+    stands_for: bytes | None = None
     owner: object = None
 
     @classmethod
@@ -51,10 +53,10 @@ class Binding:
         return cls(array.address, array.shape, array.dtype, owner=array)
 
     @classmethod
-    def on_host(cls, array: Array) -> Binding:
+    def on_host(cls, array: Array, stands_for: bytes | None = None) -> Binding:
         """A tensor on the host; the values are read when the step is queued."""
         packed = np.asarray(array, order="C")
-        return cls(packed.ctypes.data, packed.shape, packed.dtype, packed)
+        return cls(packed.ctypes.data, packed.shape, packed.dtype, packed, stands_for)
 
 
 Bindings = Mapping[str, Binding]

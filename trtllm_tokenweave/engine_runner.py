@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ LENGTH_STEP = 256
 _TOKENS, _OUTPUT = "input_ids", "logits"
 #: An input that never changes: with one beam it is all zeros.
 _ZEROS = "cache_indirection"
+_PAGES = "host_kv_cache_block_offsets"
 
 
 class DeviceCachePool:
@@ -90,6 +92,15 @@ def is_host(name: str) -> bool:
     return name.startswith("host_") or name == "all_reduce_workspace"
 
 
+@lru_cache(maxsize=64)
+def _first_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """A block table [pools, sequences, 2, blocks] that names pages 0 and 1 for keys and values of every block."""
+    pages = np.zeros(shape, dtype)
+    pages[:, :, 1] = 1
+    pages.setflags(write=False)
+    return pages
+
+
 def recurring(inputs: StepInputs, max_seq_len: int) -> StepInputs:
     """The inputs with host values that recur, so that one graph serves generation however long sequences grow.
 
@@ -105,14 +116,12 @@ def recurring(inputs: StepInputs, max_seq_len: int) -> StepInputs:
     """
     if (inputs["host_request_types"] != GENERATION).any():
         return inputs
-    past, table = inputs["host_past_key_value_lengths"], inputs["host_kv_cache_block_offsets"]
+    past, table = inputs["host_past_key_value_lengths"], inputs[_PAGES]
     longest = min(-(-int(past.max() + 1) // LENGTH_STEP) * LENGTH_STEP, max_seq_len)
-    pages = np.zeros_like(table)
-    pages[:, :, 1] = 1
     return inputs | {
         "host_context_lengths": np.ones_like(inputs["host_context_lengths"]),
         "host_past_key_value_lengths": np.full_like(past, longest - 1),
-        "host_kv_cache_block_offsets": pages,
+        _PAGES: _first_pages(table.shape, table.dtype),
     }
 
 
@@ -211,6 +220,9 @@ class EngineStep:
         return self.contexts[min(holding, key=self._most_tokens.__getitem__, default=0)]
 
     def _bind(self, name: str, array: Array) -> Binding:
+        if name == _PAGES and array is _first_pages(array.shape, array.dtype):
+            # A hundred kilobytes with 64 sequences: not to be hashed in every step.
+            return Binding.on_host(array, b"first pages")
         if is_host(name):
             return Binding.on_host(array)
         device = self._device[name]

@@ -224,7 +224,7 @@ def _abandon(stream: Stream) -> None:
 
 
 def step_key(inputs: Bindings, outputs: Bindings) -> bytes:
-    """What steps of one graph have in common: names, shapes, and device addresses or host values."""
+    """What steps of one graph have in common: names, shapes, and device addresses or host values, or their names."""
     digest = hashlib.sha256()
     for bindings in (inputs, outputs):
         for name in sorted(bindings):
@@ -233,5 +233,5 @@ def step_key(inputs: Bindings, outputs: Bindings) -> bytes:
             if binding.host is None:
                 digest.update(binding.address.to_bytes(8, "little"))
             else:
-                digest.update(np.ascontiguousarray(binding.host).tobytes())
+                digest.update(binding.stands_for or np.ascontiguousarray(binding.host).tobytes())
     return digest.digest()

@@ -160,6 +160,8 @@ def test_recurring_host_values_stay_inside_the_engines_limits() -> None:
     assert made["host_context_lengths"].tolist() == [1]
     assert made["host_kv_cache_block_offsets"].tolist() == [[[[0, 0], [1, 1]]]]
     assert made["kv_cache_block_offsets"] is table
+    again = recurring(inputs | {"host_kv_cache_block_offsets": table + 1}, 600)
+    assert again["host_kv_cache_block_offsets"] is made["host_kv_cache_block_offsets"]
     for name, given in made.items():
         assert (given.dtype, given.shape) == (inputs[name].dtype, inputs[name].shape)
     mixed = inputs | {"host_request_types": np.array([0], np.int32)}

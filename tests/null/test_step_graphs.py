@@ -291,6 +291,14 @@ def test_keys_do_not_depend_on_the_order_of_names(runner: Runner) -> None:
     assert step_key(outputs, inputs) != step_key(inputs, outputs)
 
 
+def test_a_name_stands_for_host_values_of_one_shape() -> None:
+    def key(values: list[int], stands_for: bytes | None = None) -> bytes:
+        return step_key({"host_factor": Binding.on_host(np.array(values, np.int32), stands_for)}, {})
+
+    assert key([1, 2], b"a") == key([1, 2], b"a")
+    assert len({key([1, 2]), key([1, 3]), key([1, 2], b"a"), key([1, 2], b"b"), key([1, 2, 3], b"a")}) == 5
+
+
 # ---- the context itself
 
 
