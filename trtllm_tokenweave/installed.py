@@ -34,7 +34,7 @@ LIBRARY_PROBE = (
 """Loads one of the compiled libraries and prints its version."""
 
 LOAD_PROBE = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
-"""Loads a compiled library that tells no version."""
+"""Loads a shared library that tells no version."""
 
 SURFACE_PROBE = (
     "import sys; sys.path[:] = filter(None, sys.path); from trtllm_tokenweave.trtllm.surface import main; main()"
@@ -157,6 +157,8 @@ def look(machine: Machine) -> list[Finding]:
         _package(machine, _CUDA_BINDINGS, ["cuda-bindings"]),
         _package(machine, _TENSORRT, ["tensorrt", "tensorrt_cu13", "tensorrt_cu12", *_BINDINGS]),
         _libnvinfer(machine),
+        _by_loader(machine, _CUBLASLT, ["libcublasLt.so.13", "libcublasLt.so.12"]),
+        _by_loader(machine, _NCCL, ["libnccl.so.2"]),
         _package(machine, _TENSORRT_LLM, ["tensorrt_llm"]),
         _trtllm_build(machine),
         _package(machine, _TORCH, ["torch"]),
@@ -233,6 +235,18 @@ _LIBNVINFER = Sought(
     "engines can be neither built nor run here",
     "pip install 'tensorrt>=10.6,<11', or set TENSORRT_ROOT to a TensorRT SDK",
     TENSORRT,
+)
+_CUBLASLT = Sought(
+    "cublaslt",
+    "cuBLASLt where the loader finds it",
+    "woven engines run with `--gemm trt` only",
+    "pip install nvidia-cublas-cu12, or install the CUDA toolkit, and put its folder in LD_LIBRARY_PATH",
+)
+_NCCL = Sought(
+    "nccl",
+    "NCCL where the loader finds it",
+    "engines of this package's own builder do not run with several ranks",
+    "pip install nvidia-nccl-cu12, or apt-get install libnccl2, and put its folder in LD_LIBRARY_PATH",
 )
 _TENSORRT_LLM = Sought(
     "tensorrt_llm",
@@ -322,6 +336,14 @@ def _loadable(machine: Machine, sought: Sought, name: LibraryName) -> Finding:
     if machine.output([sys.executable, "-c", LOAD_PROBE, str(path)]) is None:
         return replace(sought.found("that does not load", str(path)), status="unsupported", supported=__version__)
     return sought.found("", str(path))
+
+
+def _by_loader(machine: Machine, sought: Sought, names: Iterable[str]) -> Finding:
+    """The first of several shared libraries that the loader finds, in a process of its own."""
+    for name in names:
+        if machine.output([sys.executable, "-c", LOAD_PROBE, name]) is not None:
+            return sought.found("", name)
+    return sought.found(None)
 
 
 def _nvcc(machine: Machine) -> Finding:

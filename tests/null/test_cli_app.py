@@ -159,6 +159,16 @@ def test_bad_environment_is_a_user_error(
     assert "TLLM_TOKENWEAVE_DEBUG" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["work", "--help"]])
+def test_a_bad_environment_is_in_no_ones_way_to_the_help(
+    words: list[str], command: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(raiser(AssertionError("must not run")))
+    monkeypatch.setenv("TLLM_TOKENWEAVE_DEBUG", "perhaps")
+    assert cli.main(words) == 0
+    assert cli.main(["work", "--", "--help"]) == 2
+
+
 def test_errors_name_the_rank_under_mpirun(
     command: Callable[[Body], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

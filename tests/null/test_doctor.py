@@ -132,6 +132,24 @@ def test_compiled_libraries_that_tell_no_version(key: str, output: str | None, s
     assert finding(there, key).status == "missing"
 
 
+@pytest.mark.parametrize(
+    ("key", "there", "where"),
+    [
+        ("cublaslt", ["libcublasLt.so.13", "libcublasLt.so.12"], "libcublasLt.so.13"),
+        ("cublaslt", ["libcublasLt.so.12"], "libcublasLt.so.12"),
+        ("cublaslt", [], ""),
+        ("nccl", ["libnccl.so.2"], "libnccl.so.2"),
+        ("nccl", [], ""),
+    ],
+)
+def test_libraries_that_plugins_load(key: str, there: list[str], where: str) -> None:
+    def output(words: Sequence[str]) -> str | None:
+        return "" if words[-1] in there else None
+
+    found = finding(replace(machine(), output=output), key)
+    assert (found.status, found.where) == ("ok" if where else "missing", where)
+
+
 def test_reference_library_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "libtokenweave_reference.so"
     path.write_text("no library")

@@ -22,7 +22,7 @@ _TITLES = {
     "woven": "woven",
     "even": "even split",
     "tuned": "tuned split",
-    "no_comm": "no communication (bound)",
+    "no_comm": "no communication",
     "peer": "best peer kernel",
 }
 #: Curves of one plot of CTAs: more could not be told apart.

@@ -185,7 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not any(command.passes_on and command.name in named for command in COMMANDS):
         limit_blas_threads()
     try:
-        report.environment = read_environment()
+        if args and not _asks_for_help(args):
+            report.environment = read_environment()
         app = build_app(named)
         code = get_command(app)(args=args or ["--help"], prog_name=PROG, standalone_mode=False)
         if code == _EXIT_CODES["interrupted"]:
@@ -207,6 +208,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(error, "format_message"):
             return report.usage(error)
         return report.say("unexpected", f"{type(error).__name__}: {error}", error)
+
+
+def _asks_for_help(args: Sequence[str]) -> bool:
+    """Whether the words ask for what no variable of the environment changes, so that none can be in the way."""
+    return any(word in ("--help", "--version") for word in args[: args.index("--") if "--" in args else None])
 
 
 _EXIT_CODES: dict[ErrorKind, int] = {"usage": 2, "user": 2, "failure": 1, "unexpected": 1, "interrupted": 130}

@@ -236,7 +236,7 @@ def _print(document: dict[str, Any], result: WeaveResult, found: AlreadyWoven | 
         console.print(
             f"split from {escape(region['entry'])}, attention {region['attention']}\n"
             f"prefix up to {region['max_prefix']} tokens, suffix up to {region['max_suffix']}, activations about "
-            f"{region['activation_ratio']:.2f} times stock"
+            f"{region['activation_ratio']:.2f} times fuse-only"
         )
     for path in document["written"]:
         console.print(f"wrote {escape(path)}")
