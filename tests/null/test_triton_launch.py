@@ -17,7 +17,6 @@ import pytest
 from support.fake_mpirun import fake_mpirun
 
 from trtllm_tokenweave.cli.app import main
-from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.triton.repository import read_repository
 
 # Rank 0 listens as Triton does; all end when they are told to, with shared memory left behind.
@@ -162,6 +161,61 @@ def test_templates_that_cannot_be_filled(
     assert not (tmp_path / "filled").exists()
 
 
+@pytest.mark.parametrize("char", ['"', "\\", "\n", "\x1b", "\x7f", "ö"], ids=ascii)
+@pytest.mark.parametrize("option", ["--engine", "--tokenizer", "--set=sink_token_length", "--set=engine_dir"])
+def test_values_that_templates_cannot_hold(
+    tmp_path: Path, option: str, char: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value = tmp_path / f"a{char}b"
+    _engine(tmp_path).rename(value)
+    _engine(tmp_path)
+    assert main(_fill(tmp_path, f"{option}={value}")) == 2
+    said = capsys.readouterr().err
+    assert f"error: {option.replace('=', ' ')}{'=' if '=' in option else ' '}{tmp_path}/a" in said
+    assert f"b: holds {char!r}, which Triton cannot read there. Fix: choose one of ASCII characters" in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "filled").exists()
+
+
+def test_an_engine_that_another_value_replaces_may_have_any_path(tmp_path: Path) -> None:
+    _engine(tmp_path).rename(tmp_path / 'a"b')
+    assert main(_fill(tmp_path, "--engine", str(tmp_path / 'a"b'), "--set", "engine_dir=/engine of all")) == 0
+    text = (tmp_path / "filled" / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert 'string_value: "/engine of all"' in text
+
+
+@pytest.mark.parametrize("folder", ["sp ace", "ünï", "a;b"])
+def test_filled_repositories_whose_path_triton_cannot_read(
+    tmp_path: Path, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _engine(tmp_path)
+    words = _fill(tmp_path)
+    words[2] = str(tmp_path / folder)
+    assert main(words) == 2
+    assert f"{tmp_path / folder}: holds " in capsys.readouterr().err
+    assert not (tmp_path / folder).exists()
+
+
+@pytest.mark.parametrize("value", ["-5", "", "many", "1.5", "1 }"])
+@pytest.mark.parametrize("name", ["triton_max_batch_size", "preprocessing_instance_count"])
+def test_values_that_must_be_numbers(tmp_path: Path, name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _engine(tmp_path)
+    assert main(_fill(tmp_path, "--set", f"{name}={value}")) == 2
+    said = capsys.readouterr().err
+    ours = {"triton_max_batch_size": 48, "preprocessing_instance_count": 1}[name]
+    assert f"--set {name}: {value!r} is no whole number of 0 or more. Fix: as in --set {name}={ours}\n" in said
+    assert not (tmp_path / "filled").exists()
+
+
+def test_values_in_strings_and_words_are_left_to_triton(tmp_path: Path) -> None:
+    _engine(tmp_path)
+    words = _fill(tmp_path, "--set", "triton_max_batch_size=0", "--set", "max_beam_width=", "--set", "decoupled_mode=0")
+    with (tmp_path / "templates" / "ensemble" / "config.pbtxt").open("a") as config:
+        config.write('name: "a \\"${max_beam_width}\\""\n')
+    assert main(words) == 0
+    assert 'name: "a \\"\\""' in (tmp_path / "filled" / "ensemble" / "config.pbtxt").read_text()
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"build_config": {"max_batch_size": "many"}}'])
 def test_what_trtllm_build_did_not_write(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     (_engine(tmp_path) / "config.json").write_text(text, encoding="utf-8")
@@ -180,24 +234,34 @@ def test_a_value_that_must_be_given_is_asked_for(tmp_path: Path, capsys: pytest.
     assert main([*words, "--set", "some_size=1"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (None, "holds no model"),
-        ('name: "m"\n', "names no backend"),
-        ('backend: "python"\nmax_batch_size: ${size}\n', "${size} has no value"),
-        ('backend: "python"\n', "has no version folder"),
-    ],
-)
-def test_repositories_that_triton_could_not_load(tmp_path: Path, config: str | None, message: str) -> None:
-    with pytest.raises(UserError, match="is no folder"):
-        read_repository(tmp_path / "nowhere")
-    if config is not None:
-        (tmp_path / "m").mkdir()
-        (tmp_path / "m" / "config.pbtxt").write_text(config)
-    with pytest.raises(UserError) as caught:
-        read_repository(tmp_path)
-    assert message in str(caught.value)
+@pytest.mark.parametrize("char", [" ", "ö", "$"], ids=ascii)
+def test_servers_of_a_repository_whose_path_triton_cannot_read(
+    start: list[str], repository: Path, tmp_path: Path, char: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"a{char}b").mkdir()
+    moved = repository.rename(tmp_path / f"a{char}b" / "repository")
+    (tmp_path / "link").symlink_to(moved)  # it is its end that Triton is given
+    for given in (moved, tmp_path / "link"):
+        start[2] = str(given)
+        assert main([*start, "--dry-run"]) == 2
+        said = capsys.readouterr().err
+        assert f"b/repository: holds {char!r}, which Triton cannot read there. Fix: choose one of ASCII" in said
+        assert len(said.splitlines()) == 1
+
+
+def test_servers_of_a_model_whose_values_triton_cannot_read(
+    start: list[str], repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = repository / "tokenweave" / "config.pbtxt"
+    before = f"{config.read_text()}# Größe\n"
+    config.write_text(before, encoding="utf-8")
+    assert main([*start, "--dry-run"]) == 0  # a comment
+    config.write_text(f'{before}parameters {{ key: "a#" value {{ string_value: "/mö del" }} }}\n', encoding="utf-8")
+    assert main([*start, "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert f"{config}: /mö del: holds 'ö', which Triton cannot read there. Fix: choose one of ASCII" in said
+    config.write_text(config.read_text().replace('backend: "python"', 'backend: "onnxruntime"'), encoding="utf-8")
+    assert main([*start, "--dry-run", "--rank-model", "tokenweave", "--no-preload"]) == 0
 
 
 # ---- servers

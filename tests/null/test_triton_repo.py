@@ -14,6 +14,7 @@ from trtllm_tokenweave.checkpoint import RandomCheckpoint
 from trtllm_tokenweave.cli.app import main
 from trtllm_tokenweave.decoder import DecoderModel
 from trtllm_tokenweave.engine import EngineConfig, config_file, manifest_file, plan_file
+from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.table import TuningTable
 from trtllm_tokenweave.triton.repository import read_repository
 from trtllm_tokenweave.triton.settings import read_settings
@@ -64,6 +65,37 @@ def test_a_repository_says_what_it_was_told(tmp_path: Path, capsys: pytest.Captu
     (model,) = read_repository(folder)
     assert (model.name, model.backend, model.on_all_ranks) == ("tokenweave", "python", True)
     compile((folder / "tokenweave" / "1" / "model.py").read_text(), "model.py", "exec")
+
+
+@pytest.mark.parametrize("char", [*" \t\n\"$&'()*;<>?[\\`{|", "ö"], ids=ascii)
+def test_repositories_whose_path_triton_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, char: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / f"a{char}b"
+    folder.mkdir()
+    monkeypatch.chdir(folder)  # the whole path counts, not the part that is given
+    assert main(["triton", "repo", "new"]) == 2
+    said = capsys.readouterr().err
+    assert f"new: holds {char!r}, which Triton cannot read there. Fix: choose one of ASCII characters" in said
+    assert len(said.splitlines()) == 1
+    assert list(folder.iterdir()) == []
+
+
+def test_a_path_may_hold_what_a_shell_leaves_alone(tmp_path: Path) -> None:
+    assert main(["triton", "repo", str(tmp_path / "a#!~^@%=,:+-._}]b")]) == 0
+
+
+@pytest.mark.parametrize("option", ["--engine", "--checkpoint", "--tokenizer"])
+def test_values_that_triton_cannot_read(tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mö del"
+    path.mkdir()
+    (tmp_path / "link").symlink_to(path)
+    for given in (path, tmp_path / "link"):
+        assert main(["triton", "repo", str(tmp_path / "new"), option, str(given)]) == 2
+        said = capsys.readouterr().err
+        assert f"{option} {path}: holds 'ö', which Triton cannot read there. Fix: choose one of ASCII" in said
+        assert len(said.splitlines()) == 1
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
@@ -158,3 +190,23 @@ def test_a_checkpoint_needs_a_tokenizer(
     assert not (tmp_path / "new").exists()
     _tokenizer(tmp_path, 8)
     assert main([*words, "--tokenizer", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "holds no model"),
+        ('name: "m"\n', "names no backend"),
+        ('backend: "python"\nmax_batch_size: ${size}\n', "${size} has no value"),
+        ('backend: "python"\n', "has no version folder"),
+    ],
+)
+def test_repositories_that_triton_could_not_load(tmp_path: Path, config: str | None, message: str) -> None:
+    with pytest.raises(UserError, match="is no folder"):
+        read_repository(tmp_path / "nowhere")
+    if config is not None:
+        (tmp_path / "m").mkdir()
+        (tmp_path / "m" / "config.pbtxt").write_text(config)
+    with pytest.raises(UserError) as caught:
+        read_repository(tmp_path)
+    assert message in str(caught.value)

@@ -12,7 +12,13 @@ from trtllm_tokenweave.cli.mpi_run import DryRun, Forward, Mpirun, MpirunArgumen
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.launch import MpiOptions, forwarded
 from trtllm_tokenweave.triton.launch import ServerOptions, launch
-from trtllm_tokenweave.triton.repository import CONTAINER_TEMPLATES, fill_templates, set_values, write_repository
+from trtllm_tokenweave.triton.repository import (
+    CONTAINER_TEMPLATES,
+    check_characters,
+    fill_templates,
+    set_values,
+    write_repository,
+)
 from trtllm_tokenweave.triton.settings import Settings
 from trtllm_tokenweave.triton.source import check_source, what_serves
 
@@ -53,8 +59,11 @@ def repo(
     if engine is not None and checkpoint is not None:
         raise UserError("goes without --checkpoint", where="--engine")
     for option, path in (("--engine", engine), ("--checkpoint", checkpoint), ("--tokenizer", tokenizer)):
-        if path is not None and not path.exists():
+        if path is None:
+            continue
+        if not path.exists():
             raise UserError("does not exist", where=f"{option} {path}")
+        check_characters(str(path.resolve()), f"{option} ")
     settings = Settings(
         engine_dir=engine,
         checkpoint=checkpoint,

@@ -31,6 +31,18 @@ __all__ = ["TritonPythonModel"]
 
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
 
+#: Strings of a config.pbtxt, and what is not to be taken for one.
+_STRING = re.compile(r'"((?:[^"\\\n]|\\.)*)"|#.*')
+
+_CONTROL = "".join(map(chr, (*range(32), 127)))
+
+#: What a shell does not take as it is in a word without quotes: Triton starts the processes of its Python backend by
+#: one, and the repository's path is such a word.
+_SHELL = _CONTROL + " \"$&'()*;<>?[\\`{|"
+
+#: What a string of a template does not take as it is.
+_QUOTING = _CONTROL + '"\\'
+
 #: The parameter with the engine's folder: ours, and that of TensorRT-LLM's backend.
 _ENGINE = re.compile(
     r'key\s*:\s*"(?:engine_dir|gpt_model_path)"\s*,?\s*value\s*:?\s*\{\s*string_value\s*:\s*"((?:[^"\\]|\\.)+)"'
@@ -57,6 +69,28 @@ _TEMPLATE_VALUES = {
 }
 
 
+def check_characters(text: str, before: str = "", refused: str = "") -> None:
+    """Refuse a path or a value that Triton would not read as it is.
+
+    The Python of Triton's Python backend takes names of files for ASCII, whatever the locale.
+
+    Args:
+        text: The path, absolute, or the value.
+        before: What an error says before it: the option or the file it comes from.
+        refused: ASCII characters that its place cannot hold.
+
+    Raises:
+        UserError: it holds a character that is refused, or is not ASCII.
+    """
+    wrong = next((char for char in text if not char.isascii() or char in refused), None)
+    if wrong is not None:
+        raise UserError(
+            f"holds {wrong!r}, which Triton cannot read there",
+            where=f"{before}{text}",
+            fix="choose one of ASCII characters without it",
+        )
+
+
 def write_repository(folder: Path, settings: Settings, *, streaming: bool) -> None:
     """Make a model repository with the model `tokenweave`.
 
@@ -66,7 +100,7 @@ def write_repository(folder: Path, settings: Settings, *, streaming: bool) -> No
         streaming: Decoupled mode: any number of responses a request.
 
     Raises:
-        UserError: the folder holds something, or cannot be written.
+        UserError: the folder holds something, cannot be written, or has a path that Triton cannot read.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -101,8 +135,8 @@ def fill_templates(
         Placeholders that were left as they are, inside strings: the backend takes its own defaults for them.
 
     Raises:
-        UserError: a folder is not what it should be, a value names no placeholder, or a placeholder that needs a value
-            has none.
+        UserError: a folder is not what it should be, a value names no placeholder or is none that its place can hold,
+            or a placeholder that needs a value has none.
     """
     if not (templates / "tensorrt_llm" / "config.pbtxt").is_file():
         raise UserError(
@@ -110,8 +144,12 @@ def fill_templates(
             where=str(templates),
             fix="give TensorRT-LLM's folder all_models/inflight_batcher_llm as --templates",
         )
-    known = _TEMPLATE_VALUES | _engine_values(engine) | {"decoupled_mode": _text(streaming)}
-    known |= {"engine_dir": str(engine.resolve()), "tokenizer_dir": str(tokenizer.resolve()), **values}
+    ours = _TEMPLATE_VALUES | _engine_values(engine) | {"decoupled_mode": _text(streaming)}
+    ours |= {"engine_dir": str(engine.resolve()), "tokenizer_dir": str(tokenizer.resolve())}
+    known = {**ours, **values}
+    options = {"engine_dir": "--engine ", "tokenizer_dir": "--tokenizer "} | {name: f"--set {name}=" for name in values}
+    for name, option in options.items():
+        check_characters(known[name], option, _QUOTING)
     files: dict[str, str] = {}
     used: set[str] = set()
     left: set[str] = set()
@@ -119,6 +157,7 @@ def fill_templates(
         text = path.read_text(encoding="utf-8")
         if path.name == "config.pbtxt":
             used |= set(_PLACEHOLDER.findall(text)) & set(known)
+            _check_numbers(text, ours, values)
             text = _PLACEHOLDER.sub(lambda match: known.get(match[1], match[0]), text)
             left |= _unfilled(text, str(path))
         files[str(path.relative_to(templates))] = text
@@ -157,11 +196,12 @@ def read_repository(folder: Path) -> list[TritonModel]:
     """The models of a repository.
 
     Raises:
-        UserError: it is none, or a model of it could not be loaded.
+        UserError: it is none, or a model of it could not be loaded, or Triton cannot read a path.
     """
     fix = "make one with trtllm-tokenweave triton repo, or triton fill"
     if not folder.is_dir():
         raise UserError("is no folder", where=str(folder), fix=fix)
+    check_characters(str(folder.resolve()), refused=_SHELL)
     models = []
     for config in sorted(folder.glob("*/config.pbtxt")):
         text = config.read_text(encoding="utf-8", errors="replace")
@@ -169,6 +209,9 @@ def read_repository(folder: Path) -> list[TritonModel]:
         found = re.search(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', text, re.MULTILINE)
         if found is None:
             raise UserError("names no backend", where=str(config), fix='add backend: "python", or what it is')
+        if found[1] == "python":
+            for value in _STRING.findall(text):
+                check_characters(value, f"{config}: ")
         versions = [path for path in config.parent.iterdir() if path.is_dir() and path.name.isdigit()]
         if not versions:
             raise UserError("has no version folder", where=str(config.parent), fix=f"make {config.parent / '1'}")
@@ -209,9 +252,20 @@ def _engine_values(engine: Path) -> dict[str, str]:
         raise UserError(what, where=str(path), fix=fix) from error
 
 
+def _check_numbers(text: str, ours: Mapping[str, str], values: Mapping[str, str]) -> None:
+    """Refuse a value that is no number where a number of ours stands outside strings."""
+    for name in _PLACEHOLDER.findall(_STRING.sub("", text)):
+        if ours.get(name, "").isdecimal() and not values.get(name, "0").isdecimal():
+            raise UserError(
+                f"{values[name]!r} is no whole number of 0 or more",
+                where=f"--set {name}",
+                fix=f"as in --set {name}={ours[name]}",
+            )
+
+
 def _unfilled(text: str, where: str) -> set[str]:
     """Placeholders inside strings. Those outside make a file that Triton cannot read: refused."""
-    bare = _PLACEHOLDER.search(re.sub(r'"[^"\n]*"|#.*', "", text))
+    bare = _PLACEHOLDER.search(_STRING.sub("", text))
     if bare is not None:
         raise UserError(f"{bare[0]} has no value", where=where, fix=f"fill it: triton fill --set {bare[1]}=VALUE")
     return set(_PLACEHOLDER.findall(re.sub("#.*", "", text)))
@@ -219,6 +273,7 @@ def _unfilled(text: str, where: str) -> set[str]:
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
     """Write the files beside the folder, then give them its name."""
+    check_characters(str(folder.resolve()), refused=_SHELL)
     check_folder(folder)
     if folder.exists() and any(folder.iterdir()):
         raise UserError("is not empty", where=str(folder), fix="give a new folder")
