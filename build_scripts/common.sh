@@ -8,6 +8,7 @@
 #
 # Works on Debian 12 and Ubuntu 22.04 / 24.04 with Python >= 3.10, from any directory, any number of times. Everything
 # is printed on stderr, one line a step; stdout belongs to the script. What a step says goes to .venv-setup.log.
+# An interrupt (Ctrl-C) ends the script with 130, SIGTERM with 143, also after set_up.
 #
 # Variables that a user may set:
 #   PYTHON                 interpreter to make the environment from (default: the first python3 that is >= 3.10)
@@ -38,6 +39,43 @@ asks_for_help() {
     return 1
 }
 
+# The process that `run` waits for.
+RUNNING=""
+
+# run COMMAND...: run a command without input and return its status. A signal to this script ends the wait for it.
+run() {
+    local status=0
+    # What runs in the background would ignore SIGINT.
+    (trap - INT && "$@") </dev/null &
+    RUNNING=$!
+    wait "$RUNNING" || status=$?
+    RUNNING=""
+    return "$status"
+}
+
+# end_tree PROCESS: end a process and all that it has started.
+end_tree() {
+    local child
+    for child in $(cat "/proc/$1/task/$1/children" 2>/dev/null); do
+        end_tree "$child"
+    done
+    kill "$1" 2>/dev/null || true
+}
+
+# interrupted CODE: end what runs, and the script.
+interrupted() {
+    trap - INT TERM # a second signal ends it at once
+    if [[ -n "$RUNNING" ]]; then
+        end_tree "$RUNNING"
+        wait "$RUNNING" || true
+    fi
+    printf '\n' >&2
+    say "error: interrupted"
+    exit "$1"
+}
+
+in_log() { "$@" >>"$LOG" 2>&1; }
+
 # step TEXT COMMAND...: run a command with its output in the log; print TEXT and the seconds it took.
 # Returns the command's status; shows the end of the log where it failed.
 step() {
@@ -45,7 +83,7 @@ step() {
     shift
     printf '  %-58s' "$text" >&2
     printf '\n$ %s\n' "$*" >>"$LOG"
-    "$@" >>"$LOG" 2>&1 </dev/null || status=$?
+    run in_log "$@" || status=$?
     if ((status == 0)); then
         printf ' done   %3d s\n' "$((SECONDS - start))" >&2
     else
@@ -172,6 +210,8 @@ venv_works() { "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }
 
 set_up() {
     local start=$SECONDS file
+    trap 'interrupted 130' INT
+    trap 'interrupted 143' TERM
     cd "$ROOT"
     for file in "$LOG" "$ROOT/.venv-lock"; do
         { : >>"$file"; } 2>/dev/null ||
@@ -182,7 +222,7 @@ set_up() {
     exec 9>"$ROOT/.venv-lock"
     if command -v flock >/dev/null && ! flock -n 9; then
         say "  waiting for another set-up of this folder to end"
-        flock 9
+        run flock 9
     fi
     ensure_python
     ensure_mpi

@@ -205,7 +205,9 @@ def test_an_error_of_another_rank_is_one_write_with_that_rank_alone(
 
 def run_program(words: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", "trtllm_tokenweave.cli.entry", *words]
-    return subprocess.run(program, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    # Named, since readline, which pytest loads, sets COLUMNS behind Python's back.
+    env = dict(os.environ)
+    return subprocess.run(program, stdout=stdout, stderr=subprocess.PIPE, text=True, env=env, check=False)
 
 
 @pytest.mark.parametrize("words", ["plan --preset llama-3.2-1b --json", "plan --preset llama-3.2-1b", "--version"])
@@ -230,7 +232,69 @@ def test_a_reader_that_has_gone_away_is_no_error() -> None:
     os.close(reader)
     done = run_program(["--version"], writer)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("how", ["print", "rich"])
+def test_a_reader_that_goes_away_in_between_is_no_error(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # with it, Python itself overlooks a write that is cut short
+    # More than a pipe holds, by print (which click answers for) and by rich; neither may end as a failed check does.
+    words = ["plan", "--preset", "llama-3.3-70b", "--tokens", ",".join(map(str, range(1024, 2048)))]
+    program = [sys.executable, "-m", "trtllm_tokenweave.cli.entry", *words, *(["--json"] if how == "print" else [])]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(10)
+    process.stdout.close()
+    with process.stderr:
+        assert (process.stderr.read(), process.wait()) == (b"", 141)
+
+
+def test_an_exit_of_another_cause_is_kept(command: Callable[[Body], None]) -> None:
+    command(raiser(SystemExit(1)))
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["work"])
+
+
+def test_what_is_no_terminal_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    words = ["inspect", "--preset", "llama-3.2-1b"]
+    done = run_program(words, subprocess.PIPE)
+    document = json.loads(run_program([*words, "--json"], subprocess.PIPE).stdout)
+    assert done.returncode == 0
+    assert f"\nsplit from {document['region']['entry']}, attention {document['region']['attention']}\n" in done.stdout
+    monkeypatch.setenv("COLUMNS", "40")  # what the user asks for
+    assert max(map(len, run_program(words, subprocess.PIPE).stdout.splitlines())) <= 40
+
+
+@pytest.mark.parametrize("columns", ["0", "00", ""])
+def test_no_columns_at_all_count_as_not_set(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    words = ["plan", "--preset", "llama-3.2-1b"]
+    wanted = run_program(words, subprocess.PIPE).stdout
+    monkeypatch.setenv("COLUMNS", columns)
+    assert run_program(words, subprocess.PIPE).stdout == wanted
+    assert "CTAs: of the attention/MLP collective; own: " in wanted
+    assert "Usage: trtllm-tokenweave" in run_program(["--help"], subprocess.PIPE).stdout
+
+
+def test_a_working_directory_that_is_gone_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert cli.main(["inspect", "--preset", "llama-3.2-1b", "-o", "a.json"]) == 2
+    assert capsys.readouterr().err == "error: the working directory is gone. Fix: cd to a folder that exists\n"
+
+
+def test_a_file_that_is_missed_elsewhere_is_a_failure(
+    command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(raiser(FileNotFoundError(2, "No such file or directory", "x")))
+    assert cli.main(["work"]) == 1
+    assert "No such file or directory: 'x'" in capsys.readouterr().err
 
 
 def test_an_error_of_the_system_that_is_not_standard_outputs(

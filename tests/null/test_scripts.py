@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +20,7 @@ SCRIPTS = (
     *("build_scripts/triton_launch", "build_scripts/triton_repo"),
 )
 
-# What common.sh asks of Python. Every call of pip is noted in $CALLS; FAIL_PIP makes pip fail.
+# What common.sh asks of Python. Every call of pip is noted in $CALLS; FAIL_PIP makes pip fail, HANG_PIP makes it wait.
 PYTHON = """#!/bin/bash
 case "$*" in
     *"sys.exit(sys.version_info"*) [[ -z "${OLD_PYTHON:-}" ]] ;;
@@ -36,6 +38,7 @@ case "$*" in
     "-m pip install"*)
         echo "pip ${*: -1}" >>"$CALLS"
         echo "noise of pip"
+        [[ -z "${HANG_PIP:-}" ]] || { echo "pid $$" >>"$CALLS"; exec sleep 60; }
         [[ -z "${FAIL_PIP:-}" ]] || { echo "no route to the index"; exit 1; } ;;
     *mpi4py*) ;;
     *) echo "unexpected: $*" >&2; exit 99 ;;
@@ -44,7 +47,7 @@ esac
 
 TOOLS = (
     *("bash", "env", "cat", "cut", "cp", "chmod", "dirname", "basename", "flock"),
-    *("head", "mkdir", "pwd", "rm", "sed", "sha256sum", "tail", "touch"),
+    *("head", "mkdir", "pwd", "rm", "sed", "sha256sum", "sleep", "tail", "touch"),
 )
 
 
@@ -57,11 +60,32 @@ class Clone:
     calls: Path
 
     def run(self, script: str = "build_scripts/demo", *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(script, *args, **env)
+        out, err = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def start(self, script: str, *args: str, **env: str) -> subprocess.Popen[str]:
+        """Start a script in a process group of its own, as a shell on a terminal does."""
         environ = {"PATH": str(self.bin), "CALLS": str(self.calls), "TLLM_TOKENWEAVE_APT": "0", **env}
-        command = [str(self.root / script), *args]
-        return subprocess.run(
-            command, env=environ, cwd=self.bin, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+        return subprocess.Popen(
+            [str(self.root / script), *args],
+            env=environ,
+            cwd=self.bin,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
+
+    def waits_in(self, process: subprocess.Popen[str]) -> int:
+        """The process that the script waits for: one that HANG_PIP made wait."""
+        while process.poll() is None:
+            found = re.search(r"pid (\d+)\n", self.calls.read_text(encoding="utf-8") if self.calls.exists() else "")
+            if found is not None:
+                return int(found[1])
+            time.sleep(0.01)
+        raise AssertionError(process.communicate())
 
     def called(self) -> list[str]:
         """What was called since the last time this was asked."""
@@ -73,6 +97,14 @@ class Clone:
         path = self.bin / name
         path.write_text(text, encoding="utf-8")
         path.chmod(0o755)
+
+
+def runs(process: int) -> bool:
+    """Whether a process runs: one that nobody has waited for does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 FRESH = ["venv", "pip .[dev]", "pip build_scripts/requirements-demo.txt"]
@@ -172,6 +204,23 @@ def test_help_says_what_it_takes_and_starts_nothing(clone: Clone, script: str, w
     assert sorted(clone.root.iterdir()) == before
 
 
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_fetch_sdk_has_help(clone: Clone, word: str) -> None:
+    done = clone.run("build_scripts/fetch_sdk", word)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "build_scripts/fetch_sdk tritonserver" in done.stdout
+    assert done.stdout.endswith("to call pip with.\n")
+    wrong = clone.run("build_scripts/fetch_sdk", "gcc")
+    assert (wrong.returncode, wrong.stdout, wrong.stderr) == (2, "", done.stdout)
+
+
+def test_scripts_agree_on_what_the_sdk_takes(clone: Clone) -> None:
+    sizes = [clone.run(f"build_scripts/{name}", "--help").stdout for name in ("fetch_sdk", "test")]
+    (fetch,) = re.findall(r"\.sdk/ \((up to [\d.]+ .B)", sizes[0])
+    (test,) = re.findall(r"(up to [\d.]+ .B) in \.sdk", sizes[1])
+    assert fetch == test
+
+
 @pytest.mark.parametrize("name", [".venv-setup.log", ".venv-lock"])
 def test_a_checkout_that_cannot_be_written_is_one_line(clone: Clone, name: str) -> None:
     (clone.root / name).mkdir()  # root may write to every file
@@ -201,6 +250,28 @@ def test_failed_install_says_why_and_is_repaired_by_the_next_run(clone: Clone) -
     assert "    | no route to the index" in failed.stderr
     assert failed.stderr.splitlines()[-1].startswith("error: could not install the Python packages")
     assert clone.called() == FRESH[:2]
+    assert clone.run().returncode == 0
+    assert clone.called() == FRESH
+
+
+@pytest.mark.parametrize("script", ["demo", "test"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_set_up_says_so_and_leaves_nothing_running(
+    clone: Clone, script: str, number: signal.Signals, code: int
+) -> None:
+    process = clone.start(f"build_scripts/{script}", HANG_PIP="1")
+    waiting = clone.waits_in(process)
+    # A terminal sends its signal to the whole group, `kill` to the one process.
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (code, "")
+    assert err.splitlines()[-1] == "error: interrupted"
+    assert err.count("error") == 1
+    limit = time.monotonic() + 20  # of the minute that it would wait
+    while runs(waiting):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    clone.called()
     assert clone.run().returncode == 0
     assert clone.called() == FRESH
 

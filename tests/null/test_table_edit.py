@@ -116,7 +116,10 @@ def test_paper_dense() -> None:
 
 def test_paper_moe_keys_below_the_threshold_fuse() -> None:
     config = {"1024": entry(16, 2, 4, 0), "2048": entry(20, 8, 2, 0), "4096": entry(24, 8, 2, 256)}
-    table, _ = convert_paper_config(config, PaperTarget(MOE))
+    table, notes = convert_paper_config(config, PaperTarget(MOE))
+    assert notes == (
+        'not split, their split_offset is not used: "1024", "2048"; the least step that is split has 4096 tokens',
+    )
     assert [(str(row.tokens), row.mode, row.attention.ctas) for row in table.rows] == [
         ("1..1024", "fuse", 16),
         ("1025..2048", "fuse", 20),
@@ -140,8 +143,12 @@ def test_paper_small_keys_end_on_the_granularity() -> None:
 
 
 def test_paper_keys_all_below_the_threshold() -> None:
-    table, _ = convert_paper_config({"100": entry(4, 4, 4, 0), "700": entry(8, 4, 4, 0)}, PaperTarget(KEY))
+    table, notes = convert_paper_config({"100": entry(4, 4, 4, 0), "700": entry(8, 4, 4, 0)}, PaperTarget(KEY))
     assert [(str(row.tokens), row.mode, row.attention.ctas) for row in table.rows] == [("1..", "fuse", 8)]
+    assert notes[-1] == (
+        'not split, their split_offset is not used: "100", "700"; the least step that is split has 1024 tokens. '
+        '"700" also covers all steps above it, so that no step is split'
+    )
 
 
 def test_paper_older_spelling() -> None:

@@ -179,6 +179,29 @@ def test_shim_commands(
     assert main(["shim", "install", "--folder", str(stock.parent)]) == 2
 
 
+def test_install_says_first_what_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_first(monkeypatch)
+    assert main(["shim", "install", "--folder", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"wrote {tmp_path / 'trtllm-build'}"
+    assert main(["shim", "status", "--folder", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == lines[1:]
+
+
+@pytest.mark.parametrize("action", ["install", "remove", "status"])
+def test_an_empty_folder_name_is_not_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], action: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["shim", action, "--folder", ""]) == 2
+    assert "--folder: is empty. Fix: name a folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main(["shim", "install", "--folder", "."]) == 0
+    assert (tmp_path / "trtllm-build").exists()
+
+
 def test_the_line_for_the_shell_is_quoted(
     tmp_path: Path, stock: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ Exit codes:
     1: the work itself failed (a check did not hold, or something unexpected).
     2: bad input or bad usage, or output that cannot be written; nothing was written.
     130: interrupted from the keyboard.
+    141: whoever read the output has gone away (``| head``), as of a program that SIGPIPE ends.
 
 An error is one line on stderr, ``error: <where>: <what>. Fix: <fix>``. With ``--json`` stdout holds exactly one JSON
 document whatever happens: the command's result, or ``{"error": {"kind", "what", "where", "fix"}}``, where kind is
@@ -22,6 +23,7 @@ import sys
 import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -184,6 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     named = [word for word in args if not word.startswith("-")][:1]
     if not any(command.passes_on and command.name in named for command in COMMANDS):
         limit_blas_threads()
+    if not os.environ.get("COLUMNS", "").strip("0"):
+        os.environ.pop("COLUMNS", None)  # in no columns at all nothing would be shown
     try:
         if args and not _asks_for_help(args):
             report.environment = read_environment()
@@ -201,9 +205,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TokenWeaveError as error:
         return report.say("failure", str(error), error)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and _no_working_directory():
+            return report.say("user", "the working directory is gone", error, fix="cd to a folder that exists")
         if error.filename is None and drop_dead_stdout():
             return report.stdout_failed(error)
         return report.say("failure", f"{type(error).__name__}: {error}", error)
+    except SystemExit as error:
+        # click and rich end with 1, as a check that did not hold does, where standard output is a broken pipe.
+        if isinstance(error.__context__, BrokenPipeError):
+            return report.stdout_failed(error.__context__)
+        raise
     except Exception as error:  # noqa: BLE001  # the last line of defence: a user should never meet a bare traceback
         if hasattr(error, "format_message"):
             return report.usage(error)
@@ -216,6 +227,7 @@ def _asks_for_help(args: Sequence[str]) -> bool:
 
 
 _EXIT_CODES: dict[ErrorKind, int] = {"usage": 2, "user": 2, "failure": 1, "unexpected": 1, "interrupted": 130}
+_BROKEN_PIPE = 141
 
 
 class _ErrorReport:
@@ -243,7 +255,7 @@ class _ErrorReport:
     def stdout_failed(self, error: OSError) -> int:
         """Report that the output could not be written; a reader that has gone away wants no report."""
         if isinstance(error, BrokenPipeError):
-            return self.ended(_EXIT_CODES["failure"])
+            return self.ended(_BROKEN_PIPE)
         fix = "send it to a place that has room and may be written to"
         return self.say("user", f"cannot be written: {error.strerror}", error, where="standard output", fix=fix)
 
@@ -286,6 +298,14 @@ def drop_dead_stdout() -> bool:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+        return True
+    return False
+
+
+def _no_working_directory() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
         return True
     return False
 

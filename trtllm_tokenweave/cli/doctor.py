@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from trtllm_tokenweave import __version__
+from trtllm_tokenweave.cli.console import make_console
 from trtllm_tokenweave.config import VARIABLES, read_environment, set_variables
 from trtllm_tokenweave.installed import Finding, Status, look, this_machine
 
@@ -41,7 +42,7 @@ def doctor(
     if as_json:
         print(json.dumps(document(findings), indent=2))
     else:
-        show(findings, Console())
+        show(findings, make_console())
     if strict and any(finding.status != "ok" for finding in findings):
         raise typer.Exit(1)
 
@@ -76,7 +77,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
             head = f"Not usable: {finding.title} {finding.version} (supported: {finding.supported})"
         console.print(f"[bold]{escape(head)}[/bold]", highlight=False)
         for name, text in (("costs", finding.costs), ("fix", finding.fix)):
-            console.print(Padding(f"{name + ':':<6} {escape(text)}", (0, 0, 0, 2)), highlight=False)
+            console.print(Padding(f"{name + ':':<6} {escape(text)}", (0, 0, 0, 2), expand=False), highlight=False)
     values = set_variables()
     if values:
         meanings = {variable.name: variable.meaning for variable in VARIABLES}

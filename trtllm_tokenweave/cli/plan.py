@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from trtllm_tokenweave.cli.console import print_whole
+from trtllm_tokenweave.cli.console import make_console, print_whole
 from trtllm_tokenweave.cli.table import print_json, read_tokens
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.model_config import ModelConfig
@@ -100,7 +100,7 @@ def plan(
             document = prediction.document()
             print_json({**document, "notes": [*notes, *document["notes"]], "skipped": list(skipped)})
         else:
-            console = Console()
+            console = make_console()
             prediction.show(console)
             for note in notes:
                 console.print(f"note: {note}", markup=False, highlight=False)
@@ -123,7 +123,7 @@ def plan(
         }
         print_json(document)
         return
-    console = Console()
+    console = make_console()
     if steps:
         _print_steps(console, steps, tuning, f"{preset}, tp_size {tp}, batch {batch}, {sms} SMs")
     console.print(said, markup=False, highlight=False)

@@ -11,11 +11,13 @@ import typer
 
 from trtllm_tokenweave import shim
 from trtllm_tokenweave.cli.console import make_console
+from trtllm_tokenweave.errors import UserError
 
 app = typer.Typer(help="Put a trtllm-build that knows --plugin tokenweave on PATH, or take it away.")
 
+# No Path: an empty one would be the working folder.
 Folder = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Folder of the shim; default: one of this package's own.")
+    str | None, typer.Option(metavar="DIR", help="Folder of the shim; default: one of this package's own.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
@@ -23,7 +25,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 @app.command("install")
 def install(folder: Folder = None, as_json: Json = False) -> None:
     """Write the shim; TensorRT-LLM's own file stays as it is."""
-    _show(shim.install(_folder(folder)), as_json)
+    found = shim.install(_folder(folder))
+    if not as_json:
+        make_console().print(f"wrote {found.path}", markup=False, soft_wrap=True)
+    _show(found, as_json)
 
 
 @app.command("remove")
@@ -43,8 +48,10 @@ def status(folder: Folder = None, as_json: Json = False) -> None:
     _show(shim.status(_folder(folder)), as_json)
 
 
-def _folder(given: Path | None) -> Path:
-    return (shim.default_folder() if given is None else given).absolute()
+def _folder(given: str | None) -> Path:
+    if given == "":
+        raise UserError("is empty", where="--folder", fix="name a folder, or leave it out for this package's own")
+    return (shim.default_folder() if given is None else Path(given)).absolute()
 
 
 def _show(found: shim.Shim, as_json: bool) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trtllm_tokenweave.atomic import same_file
+from trtllm_tokenweave.cli.console import make_console
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.model_config import preset as model_preset
 from trtllm_tokenweave.schedule import MAX_NUM_TOKENS
@@ -52,7 +53,7 @@ def show(file: File, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"file": str(file), "sha256": table.sha256, "table": table.model_dump(mode="json")})
         return
-    print_table(Console(), table, str(file))
+    print_table(make_console(), table, str(file))
 
 
 @app.command()
@@ -88,7 +89,7 @@ def _print_diff(result: TableDiff, names: tuple[Path, Path], as_json: bool) -> N
             }
         )
         return
-    console = Console()
+    console = make_console()
     if result.same:
         console.print("the tables are equal")
     for name, (left, right) in result.head.items():
@@ -158,7 +159,7 @@ def check(
         print_json({**document, "warnings": list(warnings)})
         return
     checked = f", made for {', '.join(f'{name} {value}' for name, value in expected.items())}" if expected else ""
-    console = Console()
+    console = make_console()
     for warning in warnings:
         console.print(f"warning: {warning}", markup=False, highlight=False)
     console.print(f"{file}: good, {len(table.rows)} rows{checked}", markup=False, highlight=False)
@@ -235,7 +236,7 @@ def _print_written(table: TuningTable, output: Path, notes: tuple[str, ...], as_
         document = {"file": str(output), "sha256": table.sha256, "rows": len(table.rows), "notes": list(notes)}
         print_json(document)
         return
-    console = Console()
+    console = make_console()
     for note in notes:
         console.print(f"note: {note}", markup=False, highlight=False)
     console.print(f"wrote {output}: {len(table.rows)} rows", markup=False, highlight=False)

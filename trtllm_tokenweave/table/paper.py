@@ -64,8 +64,9 @@ def convert_paper_config(
 
     Key T covers the token counts above the key before it, up to T; the last key covers everything above as well.
     Counts below the table's min_tokens become fuse rows with ``baseline_ctas`` (what the authors launch when
-    nothing overlaps), the others weave rows. Odd CTA counts are raised by one; keys between two multiples of the
-    granularity end at the lower one, and are refused where a split would depend on it.
+    nothing overlaps), the others weave rows; a note names the entries that lose their split by it. Odd CTA counts are
+    raised by one; keys between two multiples of the granularity end at the lower one, and are refused where a split
+    would depend on it.
 
     Returns:
         The table, and notes on what was changed.
@@ -79,6 +80,7 @@ def convert_paper_config(
     entries.sort(key=lambda entry: entry[0])
     notes: list[str] = []
     rows = _rows(entries, target, notes, where)
+    notes += _lost_splits([tokens for tokens, _ in entries], default_min_tokens(target.key.model_kind))
     try:
         table = TuningTable(
             key=target.key,
@@ -90,6 +92,17 @@ def convert_paper_config(
     except ValidationError as error:  # pragma: no cover - entries were checked above
         raise table_error(error, where) from error
     return table, tuple(dict.fromkeys(notes))
+
+
+def _lost_splits(keys: list[int], min_tokens: int) -> list[str]:
+    """A note on the entries (ascending) that lie below the least step that is split."""
+    lost = ", ".join(f'"{tokens}"' for tokens in keys if tokens < min_tokens)
+    if not lost:
+        return []
+    note = f"not split, their split_offset is not used: {lost}; the least step that is split has {min_tokens} tokens"
+    if keys[-1] < min_tokens:
+        note += f'. "{keys[-1]}" also covers all steps above it, so that no step is split'
+    return [note]
 
 
 def _token_key(name: str, where: str) -> int:
