@@ -294,6 +294,17 @@ def search_path() -> list[Path]:
     return [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
 
 
+def columns_are_given() -> bool:
+    """Whether the user says how wide output is (COLUMNS)."""
+    return "COLUMNS" in os.environ
+
+
+def forget_no_columns() -> None:
+    """Take a COLUMNS that is empty or 0 as not set: in no columns at all nothing would be shown."""
+    if not os.environ.get("COLUMNS", "").strip("0"):
+        os.environ.pop("COLUMNS", None)
+
+
 #: What `limit_blas_threads` has set.
 _limited: set[str] = set()
 

@@ -67,6 +67,7 @@ def test_all_reduce_rms_norm(comm: MpiComm, rows: int) -> None:
             _field("eps", 1e-5, F.FLOAT32),
             _field("kind", 0, F.INT32),
             _field("site", 0, F.INT32),
+            _field("weave_hash", 0, F.INT32),
             _field("half", 2, F.INT32),
             _field("gather_residual", 1, F.INT8),
         ]

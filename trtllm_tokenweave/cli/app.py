@@ -30,7 +30,7 @@ import typer
 from typer.main import get_command
 
 from trtllm_tokenweave import __version__
-from trtllm_tokenweave.config import DEBUG, Environment, limit_blas_threads, read_environment
+from trtllm_tokenweave.config import DEBUG, Environment, forget_no_columns, limit_blas_threads, read_environment
 from trtllm_tokenweave.errors import CHECK_PATH, TokenWeaveError, UserError
 
 PROG = "trtllm-tokenweave"
@@ -186,8 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     named = [word for word in args if not word.startswith("-")][:1]
     if not any(command.passes_on and command.name in named for command in COMMANDS):
         limit_blas_threads()
-    if not os.environ.get("COLUMNS", "").strip("0"):
-        os.environ.pop("COLUMNS", None)  # in no columns at all nothing would be shown
+    forget_no_columns()
     try:
         if args and not _asks_for_help(args):
             report.environment = read_environment()

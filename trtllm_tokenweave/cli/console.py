@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from trtllm_tokenweave.config import read_environment
+from trtllm_tokenweave.config import columns_are_given, read_environment
 
 #: Columns where nothing is to be wrapped.
 _UNLIMITED = 100_000
@@ -22,7 +20,7 @@ def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
     under_mpi = read_environment().launcher is not None
     console = Console(stderr=stderr, quiet=quiet, highlight=False, color_system=None if under_mpi else "auto")
     # The console's own word for what it writes to is "terminal" also where FORCE_COLOR is set.
-    if (under_mpi or not console.file.isatty()) and "COLUMNS" not in os.environ:
+    if (under_mpi or not console.file.isatty()) and not columns_are_given():
         console.width = _UNLIMITED
     return console
 
