@@ -196,13 +196,15 @@ class EngineStep:
         Raises:
             TokenWeaveError: TensorRT or a plugin refuses the step, or a plugin failed in it.
         """
-        (given,) = inputs  # held until the step is done, which reads it
-        given = recurring(given, self.model.max_seq_len)
+        (step,) = inputs
+        given = recurring(step, self.model.max_seq_len)  # held until the step is done, which reads it
+        # A hundred kilobytes with 64 sequences: not to be hashed in every step.
+        stand_ins = {} if given is step else {_PAGES: b"first pages"}
         before, failed = self._said(), self.graphs.counters.fallback
         replayed = self.graphs.counters.graph
         batch = len(given["host_request_types"])
         shape = (batch, self._logits.shape[1])
-        bound = {name: self._bind(name, given[name]) for name in self._names}
+        bound = {name: self._bind(name, given[name], stand_ins.get(name)) for name in self._names}
         logits_binding = Binding(self._logits.address, shape, self._logits.dtype)
         self.graphs.step(bound, {_OUTPUT: logits_binding}, self.stream, self._context(len(given[_TOKENS])))
         logits = self._logits.read(self._host_logits, shape, self.stream)
@@ -219,12 +221,9 @@ class EngineStep:
         holding = [profile for profile, most in enumerate(self._most_tokens) if num_tokens <= most]
         return self.contexts[min(holding, key=self._most_tokens.__getitem__, default=0)]
 
-    def _bind(self, name: str, array: Array) -> Binding:
-        if name == _PAGES and array is _first_pages(array.shape, array.dtype):
-            # A hundred kilobytes with 64 sequences: not to be hashed in every step.
-            return Binding.on_host(array, b"first pages")
+    def _bind(self, name: str, array: Array, stands_for: bytes | None) -> Binding:
         if is_host(name):
-            return Binding.on_host(array)
+            return Binding.on_host(array, stands_for)
         device = self._device[name]
         if name != _ZEROS:
             device.write(array, self.stream)
