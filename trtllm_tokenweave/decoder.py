@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trtllm_tokenweave.builder import BuilderSettings, Plan, build_on_all_ranks, opt_num_tokens
 from trtllm_tokenweave.comm import CommBackend
+from trtllm_tokenweave.device import current_gpu, use_device_of_rank
 from trtllm_tokenweave.engine import EngineConfig, config_file
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.llama import NetworkOptions, build_llama
@@ -26,6 +27,7 @@ from trtllm_tokenweave.plugin_library import plugin_library, register_reference
 from trtllm_tokenweave.recorder.trtllm_plugins import ALL_GATHER, ALL_REDUCE, GPT_ATTENTION
 from trtllm_tokenweave.table import TuningTable
 from trtllm_tokenweave.table.files import table_error
+from trtllm_tokenweave.tensorrt_module import tensorrt
 from trtllm_tokenweave.waves import table_key
 
 #: Folder of the tokenizer inside the engines' folder.
@@ -136,6 +138,18 @@ def register_decoder_plugins(tp_size: int) -> None:
     """
     plugin_library()
     register_reference(GPT_ATTENTION[0], *((ALL_REDUCE[0], ALL_GATHER[0]) if tp_size > 1 else ()))
+
+
+def prepare_rank(comm: CommBackend) -> None:
+    """Let this rank have its GPU, TensorRT and the plugins of decoders.
+
+    Raises:
+        UserError: the first of them that it lacks.
+    """
+    current_gpu()
+    use_device_of_rank(comm.rank)
+    tensorrt()
+    register_decoder_plugins(comm.size)
 
 
 def build_decoder(build: DecoderBuild, comm: CommBackend) -> Plan:

@@ -26,6 +26,7 @@ from trtllm_tokenweave.engine import config_file, manifest_file, plan_file
 from trtllm_tokenweave.model_config import PRESETS
 from trtllm_tokenweave.table import TuningTable
 
+REGISTER = decoder.register_decoder_plugins
 TINY = ["--preset", "tiny", "--max-num-tokens", "64", "--max-seq-len", "128"]
 MODEL = tiny(
     hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_size=64, dtype="bfloat16", vocab_size=97
@@ -62,7 +63,7 @@ def cli(trt: ModuleType, cuda: FakeRuntime, monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setitem(PRESETS, "tiny", MODEL)
     machine = DecoderMachine(trt, cuda)
     monkeypatch.setattr(build_command, "build_decoder", machine.build)
-    monkeypatch.setattr(ranks, "register_decoder_plugins", lambda _size: None)
+    monkeypatch.setattr(decoder, "register_decoder_plugins", lambda _size: None)
     monkeypatch.setattr(run_command, "counters", dict)
     return Cli(machine, capsys)
 
@@ -251,7 +252,7 @@ def test_a_machine_that_lacks_something_says_what(
     elif lack == "TensorRT":
         install_tensorrt(monkeypatch, None)
     else:
-        monkeypatch.setattr(ranks, "register_decoder_plugins", decoder.register_decoder_plugins)
+        monkeypatch.setattr(decoder, "register_decoder_plugins", REGISTER)
         monkeypatch.setenv("TOKENWEAVE_TRT_LIBRARY", str(engine / "nothing.so"))
     words = ["build", *TINY, "-o", engine] if command == "build" else ["run", engine, "--prompt-ids", "1"]
     assert cli.refused(*words).startswith(message)

@@ -7,11 +7,9 @@ import time
 from trtllm_tokenweave.agreement import on_all_ranks
 from trtllm_tokenweave.comm import CommBackend, MpiComm, SingleComm
 from trtllm_tokenweave.config import read_environment
-from trtllm_tokenweave.decoder import register_decoder_plugins
-from trtllm_tokenweave.device import current_gpu, use_device_of_rank
+from trtllm_tokenweave.decoder import prepare_rank
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.progress import print_progress
-from trtllm_tokenweave.tensorrt_module import tensorrt
 
 #: Seconds that ranks wait for another one's files: those of a large model take minutes, and not the same on all ranks.
 #: A rank that ends takes the others with it at once.
@@ -42,14 +40,7 @@ def start_ranks() -> CommBackend:
         UserError: on all ranks, the first thing that one of them lacks.
     """
     comm: CommBackend = MpiComm(timeout=FILE_TIMEOUT) if rank_count(None) > 1 else SingleComm()
-
-    def prepare() -> None:
-        current_gpu()
-        use_device_of_rank(comm.rank)
-        tensorrt()
-        register_decoder_plugins(comm.size)
-
-    on_all_ranks(comm, "starting", prepare)
+    on_all_ranks(comm, "starting", lambda: prepare_rank(comm))
     return comm
 
 

@@ -91,24 +91,15 @@ def open_source(settings: Settings, comm: CommBackend) -> Iterator[Source]:
 
 @contextmanager
 def _open_engine(settings: Settings, comm: CommBackend) -> Iterator[Source]:
-    from trtllm_tokenweave.decoder import TOKENIZER, DecoderModel, register_decoder_plugins
-    from trtllm_tokenweave.device import current_gpu, use_device_of_rank
+    from trtllm_tokenweave.decoder import TOKENIZER, DecoderModel, prepare_rank
     from trtllm_tokenweave.engine import Engine
     from trtllm_tokenweave.engine_runner import engine_generator, engine_limits, engine_step
-    from trtllm_tokenweave.tensorrt_module import tensorrt
 
     folder = settings.engine_dir
     assert folder is not None
     place = settings.tokenizer_dir or folder / TOKENIZER
     tokenizer = on_all_ranks(comm, "loading the tokenizer", lambda: _folder_tokenizer(place))
-
-    def prepare() -> None:
-        current_gpu()
-        use_device_of_rank(comm.rank)
-        tensorrt()
-        register_decoder_plugins(comm.size)
-
-    on_all_ranks(comm, "loading the plugins", prepare)
+    on_all_ranks(comm, "loading the plugins", lambda: prepare_rank(comm))
     engine = Engine.load(folder, comm)
     model = on_all_ranks(comm, "reading the engine's model", lambda: DecoderModel.of_config(engine.config, folder))
     limits = engine_limits(model, max_new_tokens=settings.max_tokens, eos_ids=tokenizer.eos_ids)
