@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ from trtllm_tokenweave.waves import default_table
 
 #: Rows of the vocabulary that are kept: the head works on one token, and its weights would be built into each engine.
 VOCABULARY = 8192
+
+
+#: Is told a document so far.
+Keep = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -144,9 +149,23 @@ def start_benchmark(launcher: Launcher, timing_cache: Path | None) -> tuple[Comm
     return comm, gpu
 
 
-def run_e2e(
-    arguments: E2eArguments, keep: Callable[[dict[str, Any]], None] = lambda _document: None
+def measured(
+    comm: CommBackend,
+    measure: Callable[[Keep], dict[str, Any]],
+    whole: Callable[[dict[str, Any]], dict[str, Any]],
+    keep: Keep,
 ) -> dict[str, Any] | None:
+    """What ``measure`` returns, made ``whole``, on rank 0, None on the others; so is what it keeps on the way."""
+
+    def keep_on_rank_0(document: dict[str, Any]) -> None:
+        if comm.rank == 0:
+            keep(whole(document))
+
+    document = measure(keep_on_rank_0)
+    return whole(document) if comm.rank == 0 else None
+
+
+def run_e2e(arguments: E2eArguments, keep: Keep = lambda _document: None) -> dict[str, Any] | None:
     """Measure on the ranks that mpirun started; the document on rank 0, None on the others.
 
     Args:
@@ -168,9 +187,4 @@ def run_e2e(
         table = None if arguments.table is None else bench.weave.table.sha256
         return {**origin(comm, gpu), "model": arguments.preset, "table": table, **document}
 
-    def keep_on_rank_0(document: dict[str, Any]) -> None:
-        if comm.rank == 0:
-            keep(whole(document))
-
-    document = measure_e2e(bench, comm, arguments.timing_cache, keep_on_rank_0)
-    return whole(document) if comm.rank == 0 else None
+    return measured(comm, partial(measure_e2e, bench, comm, arguments.timing_cache), whole, keep)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trtllm_tokenweave.bench.e2e import E2eBench
-from trtllm_tokenweave.bench.e2e_run import expected_mapping, read_engines, read_model, read_table, start_benchmark
+from trtllm_tokenweave.bench.e2e_run import (
+    Keep,
+    expected_mapping,
+    measured,
+    read_engines,
+    read_model,
+    read_table,
+    start_benchmark,
+)
 from trtllm_tokenweave.bench.trace import make_trace
 from trtllm_tokenweave.bench.trace_measure import TraceBench, measure_trace
 from trtllm_tokenweave.config import read_environment
@@ -103,9 +111,7 @@ def check_arguments(arguments: TraceArguments) -> None:
     read_bench(arguments, expected_mapping(arguments.table))
 
 
-def run_trace(
-    arguments: TraceArguments, keep: Callable[[dict[str, Any]], None] = lambda _document: None
-) -> dict[str, Any] | None:
+def run_trace(arguments: TraceArguments, keep: Keep = lambda _document: None) -> dict[str, Any] | None:
     """Measure on the ranks that mpirun started; the document on rank 0, None on the others.
 
     Args:
@@ -125,9 +131,4 @@ def run_trace(
         table = None if arguments.table is None else bench.engines.weave.table.sha256
         return {**origin(comm, gpu), "model": arguments.preset, "table": table, "ctas": arguments.ctas, **document}
 
-    def keep_on_rank_0(document: dict[str, Any]) -> None:
-        if comm.rank == 0:
-            keep(whole(document))
-
-    document = measure_trace(bench, comm, arguments.timing_cache, keep_on_rank_0)
-    return whole(document) if comm.rank == 0 else None
+    return measured(comm, partial(measure_trace, bench, comm, arguments.timing_cache), whole, keep)
