@@ -29,9 +29,7 @@ AllReduceRmsNormPlugin::AllReduceRmsNormPlugin(Fields fields, nvinfer1::TensorRT
     : PluginWithFields(layer_name(fields), std::move(fields), phase) {}
 
 Status AllReduceRmsNormPlugin::check_counts(int32_t inputs, int32_t outputs) const {
-  if (inputs == num_inputs() && outputs == kNumOutputs) return {};
-  return bad("has " + std::to_string(inputs) + " inputs and " + std::to_string(outputs) + " outputs, expected " +
-             std::to_string(num_inputs()) + " and " + std::to_string(kNumOutputs));
+  return trt::check_counts({inputs, outputs}, {num_inputs(), kNumOutputs});
 }
 
 int32_t AllReduceRmsNormPlugin::getOutputDataTypes(DataType* types, int32_t num_outputs, const DataType* inputs,

@@ -19,8 +19,7 @@ constexpr int32_t kPrefixRef = 0, kNumTokensRef = 1, kHostRequestTypes = 2, kHos
 Status bad(const std::string& what) { return error(TW_INVALID_ARGUMENT, what); }
 
 Status check_counts(int32_t inputs, int32_t outputs) {
-  if (inputs == kNumInputs && outputs == kNumOutputs) return {};
-  return bad("has " + std::to_string(inputs) + " inputs and " + std::to_string(outputs) + " outputs, expected 6 and 4");
+  return trt::check_counts({inputs, outputs}, {kNumInputs, kNumOutputs});
 }
 
 Status check_batch(const PluginTensorDesc* descs) {

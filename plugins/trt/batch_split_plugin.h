@@ -41,11 +41,6 @@ class BatchSplitPlugin final : public PluginWithFields<BatchSplitPlugin, BatchSp
   int32_t configurePlugin(const nvinfer1::DynamicPluginTensorDesc*, int32_t num_inputs,
                           const nvinfer1::DynamicPluginTensorDesc*, int32_t num_outputs) noexcept override;
 
-  nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept override { return clone(); }
-  int32_t onShapeChange(const nvinfer1::PluginTensorDesc*, int32_t, const nvinfer1::PluginTensorDesc*,
-                        int32_t) noexcept override {
-    return 0;
-  }
   int32_t enqueue(const nvinfer1::PluginTensorDesc* input_descs, const nvinfer1::PluginTensorDesc*,
                   const void* const* inputs, void* const* outputs, void*, cudaStream_t stream) noexcept override;
 };

@@ -27,9 +27,7 @@ GemmPlugin::GemmPlugin(Fields fields, nvinfer1::TensorRTPhase phase)
     : PluginWithFields(layer_name(fields), std::move(fields), phase) {}
 
 Status GemmPlugin::check_counts(int32_t inputs, int32_t outputs) const {
-  if (inputs == kNumInputs && outputs == kNumOutputs) return {};
-  return bad("has " + std::to_string(inputs) + " inputs and " + std::to_string(outputs) + " outputs, expected " +
-             std::to_string(kNumInputs) + " and " + std::to_string(kNumOutputs));
+  return trt::check_counts({inputs, outputs}, {kNumInputs, kNumOutputs});
 }
 
 int32_t GemmPlugin::getOutputDataTypes(DataType* types, int32_t num_outputs, const DataType* inputs,

@@ -36,10 +36,6 @@ class GemmPlugin final : public PluginWithFields<GemmPlugin, GemmFields> {
   }
 
   nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept override;
-  int32_t onShapeChange(const nvinfer1::PluginTensorDesc*, int32_t, const nvinfer1::PluginTensorDesc*,
-                        int32_t) noexcept override {
-    return 0;
-  }
   int32_t enqueue(const nvinfer1::PluginTensorDesc* input_descs, const nvinfer1::PluginTensorDesc*,
                   const void* const* inputs, void* const* outputs, void* workspace,
                   cudaStream_t stream) noexcept override;

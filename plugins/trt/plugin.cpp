@@ -7,6 +7,13 @@ namespace tokenweave::trt {
 
 using nvinfer1::DataType;
 
+Status check_counts(const TensorCounts& given, const TensorCounts& expected) {
+  if (given.inputs == expected.inputs && given.outputs == expected.outputs) return {};
+  return error(TW_INVALID_ARGUMENT, "has " + std::to_string(given.inputs) + " inputs and " +
+                                        std::to_string(given.outputs) + " outputs, expected " +
+                                        std::to_string(expected.inputs) + " and " + std::to_string(expected.outputs));
+}
+
 size_t bytes_of(const nvinfer1::PluginTensorDesc& desc) {
   size_t bytes = 1;
   switch (desc.type) {

@@ -32,6 +32,11 @@ class Plugin : public nvinfer1::IPluginV3,
   const char* getPluginVersion() const noexcept final { return kVersion; }
   const char* getPluginNamespace() const noexcept final { return kNamespace; }
   const char* getMetadataString() noexcept final { return where_.c_str(); }
+  /// Nothing is prepared for a shape, unless a plugin overrides it.
+  int32_t onShapeChange(const nvinfer1::PluginTensorDesc*, int32_t, const nvinfer1::PluginTensorDesc*,
+                        int32_t) noexcept override {
+    return 0;
+  }
 
  protected:
   /// `where` names the layer in messages, for example "AllReduceRmsNorm site 3 suffix".
@@ -67,6 +72,9 @@ class PluginWithFields : public Plugin {
     return copy.release();
   }
 
+  /// A copy; a plugin that needs more than its attributes in a context overrides it.
+  nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept override { return clone(); }
+
   /// Nothing; a plugin that needs more than its attributes hides it.
   Status created() { return {}; }
 
@@ -94,6 +102,12 @@ class PluginWithFields : public Plugin {
  private:
   std::unique_ptr<FieldWriter> serialized_;
 };
+
+/// A layer's numbers of tensors, and what they should be.
+struct TensorCounts {
+  int32_t inputs, outputs;
+};
+Status check_counts(const TensorCounts& given, const TensorCounts& expected);
 
 /// Bytes of a tensor of whole-byte elements: what our plugins pass on are activations and chains, never 4-bit data.
 size_t bytes_of(const nvinfer1::PluginTensorDesc& desc);

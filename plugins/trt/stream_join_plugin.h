@@ -42,11 +42,6 @@ class StreamJoinPlugin final : public PluginWithFields<StreamJoinPlugin, StreamJ
   int32_t configurePlugin(const nvinfer1::DynamicPluginTensorDesc*, int32_t num_inputs,
                           const nvinfer1::DynamicPluginTensorDesc*, int32_t num_outputs) noexcept override;
 
-  nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept override { return clone(); }
-  int32_t onShapeChange(const nvinfer1::PluginTensorDesc*, int32_t, const nvinfer1::PluginTensorDesc*,
-                        int32_t) noexcept override {
-    return 0;
-  }
   int32_t enqueue(const nvinfer1::PluginTensorDesc*, const nvinfer1::PluginTensorDesc* output_descs,
                   const void* const* inputs, void* const* outputs, void*, cudaStream_t stream) noexcept override;
 

@@ -17,8 +17,7 @@ constexpr int32_t kTensor = 0, kPrefixRef = 1, kNumInputs = 2, kNumOutputs = 1;
 Status bad(const std::string& what) { return error(TW_INVALID_ARGUMENT, what); }
 
 Status check_counts(int32_t inputs, int32_t outputs) {
-  if (inputs == kNumInputs && outputs == kNumOutputs) return {};
-  return bad("has " + std::to_string(inputs) + " inputs and " + std::to_string(outputs) + " outputs, expected 2 and 1");
+  return trt::check_counts({inputs, outputs}, {kNumInputs, kNumOutputs});
 }
 
 std::string layer_name(const SuffixRowsFields& fields) {
