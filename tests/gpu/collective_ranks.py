@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from gpu.plugin_network import TYPE_IDS, Input, PluginEngine
+from gpu.progress import progress
 from gpu.test_all_reduce_plugin import fields
 from trtllm_tokenweave.comm import MpiComm
 from trtllm_tokenweave.device import use_device_of_rank
@@ -36,10 +37,7 @@ def main() -> None:
     # NCCL's windows want a GPU for each rank.
     own = torch.cuda.device_count() >= comm.size
     strategies = (AllReduceStrategy.NCCL, *([AllReduceStrategy.NCCL_SYMMETRIC] if own else []))
-
-    def say(what: str) -> None:
-        if comm.rank == 0:  # a run that is cut short shows where it was
-            print(what, flush=True)
+    say = progress(comm)
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         group = np.arange(comm.size, dtype=np.int32)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpu.progress import progress
 from trtllm_tokenweave.batch_split import CONTEXT
 from trtllm_tokenweave.checkpoint import open_checkpoint, smollm2_gguf
 from trtllm_tokenweave.comm import CommBackend, MpiComm, SingleComm
@@ -223,16 +223,12 @@ def check_damage(folder: Path, comm: CommBackend) -> None:
 
 def main(name: str, folder: Path) -> None:
     """Run a variant on this rank; raises where something is wrong."""
-    started = time.perf_counter()
     launcher = read_environment().launcher
     comm: CommBackend = SingleComm() if launcher is None or launcher.size == 1 else MpiComm()
+    say = progress(comm)
     use_device_of_rank(comm.rank)
     register_decoder_plugins(comm.size)
     folder.mkdir(parents=True, exist_ok=True)
-
-    def say(what: str) -> None:
-        if comm.rank == 0:  # a run that is cut short shows where it was
-            print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
 
     variant = VARIANTS[name]
     engine, model = load(variant, folder, comm)

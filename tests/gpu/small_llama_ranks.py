@@ -6,7 +6,6 @@ What the networks differ in must not show in their logits: how they are woven, a
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu.progress import progress
 from trtllm_tokenweave import trt
 from trtllm_tokenweave.checkpoint import RandomCheckpoint
 from trtllm_tokenweave.comm import CommBackend, MpiComm
@@ -177,14 +177,11 @@ def errors(got: Array, want: Array) -> Array:
 
 def main(folder: Path) -> None:
     """Compare all networks with the stock one; raises where one differs."""
-    started, comm = time.perf_counter(), MpiComm()
+    comm = MpiComm()
+    say = progress(comm)
     use_device_of_rank(comm.rank)
     register_decoder_plugins(comm.size)
     folder.mkdir(parents=True, exist_ok=True)
-
-    def say(what: str) -> None:
-        if comm.rank == 0:  # a run that is cut short shows where it was
-            print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
 
     wanted: dict[bool, list[Run]] = {}
     wrong = []

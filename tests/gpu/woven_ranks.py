@@ -6,7 +6,6 @@ Ranks share GPUs where there are more of them: their kernels then take turns, wh
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import ml_dtypes
 import numpy as np
 from support.stack import Stack
 
+from gpu.progress import progress
 from gpu.woven import Array, Built, Runner, Shape, Variant, relative_error, tokens
 from trtllm_tokenweave.comm import MpiComm
 from trtllm_tokenweave.device import call, use_device
@@ -112,12 +112,9 @@ def check(engine: Engine, variant: Variant, layout: Layout, cases: Sequence[tupl
 
 def main(folder: Path) -> None:
     """Run every variant in every layout on this rank; raises where something is wrong."""
-    started, comm = time.perf_counter(), MpiComm()
+    comm = MpiComm()
+    say = progress(comm)
     use_device(comm.rank % call("cudaGetDeviceCount"))
-
-    def say(what: str) -> None:
-        if comm.rank == 0:  # a run that is cut short shows where it was
-            print(f"{time.perf_counter() - started:6.1f} s  {what}", flush=True)
 
     # The reference and the plans take most of the time, and are the same in every layout.
     inputs = [tokens(count, SHAPE.hidden) for count in COUNTS]
