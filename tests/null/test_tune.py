@@ -92,19 +92,19 @@ def test_a_gain_of_a_few_percent_is_found_in_little_time(seed: int) -> None:
 def test_a_split_that_loses_a_percent_is_hardly_ever_used(budget_seconds: float) -> None:
     """However much time there is: looking after every round, and at the best of several, does not cost the confidence.
 
-    Noise of 2 % is more than that of a GPU.
+    The noise is a GPU's.
     """
 
     def used(loss: float) -> int:
         def landscape(num_tokens: int, candidate: Candidate) -> float:
             return num_tokens / 320 * (1 if candidate.offset is None else 1 + loss)
 
-        runs = (FakeRunner(landscape, noise=0.02, seed=seed) for seed in range(60))
+        runs = (FakeRunner(landscape, noise=0.009, seed=seed) for seed in range(60))
         found = [run_tuner(runner, counts=(1024,), budget_seconds=budget_seconds) for runner in runs]
         return sum(tuned.choices[0].candidate.offset is not None for tuned in found)
 
     assert used(0.01) <= 3  # 5 %
-    assert used(-0.03) >= 40
+    assert used(-0.02) >= 50
 
 
 def test_fuse_only_gets_ctas_of_its_own() -> None:
@@ -117,6 +117,76 @@ def test_exhaustive_measures_everything() -> None:
     tuned = run_tuner(runner, counts=(2048,), exhaustive=True)
     assert {str(c) for c in SPACE.everything(2048)} <= {name for _, name in runner.sampled}
     assert tuned.choices[0].candidate.offset is not None
+
+
+# ---- the middle of a row
+
+
+def in_the_middle(num_tokens: int, candidate: Candidate, *, worse: float) -> float:
+    """Offsets 256 and 0 are all but equal where rows end; inside a row 256 takes longer by ``worse``."""
+    whole, inside = num_tokens / 320, num_tokens in (1536, 3072)
+    if candidate.offset is None:
+        return whole
+    if candidate.offset not in (0, 256):
+        return whole * 1.01
+    return whole * (0.95 + (0.0001 if candidate.offset == 0 else worse * inside))
+
+
+@pytest.mark.parametrize(("worse", "offset"), [(0.03, 0), (0.0, 256)])
+def test_splits_that_are_equal_where_a_row_ends_are_told_apart_inside_it(worse: float, offset: int) -> None:
+    tuned = run_tuner(FakeRunner(partial(in_the_middle, worse=worse)))
+    assert [choice.middle for choice in tuned.choices] == [None, 1536, 3072]
+    assert [choice.candidate.offset for choice in tuned.choices[1:]] == [offset, offset]
+    document = measurements(tuned.run, tuned.choices)
+    assert "middle" not in document[0]
+    assert document[1]["middle"]["num_tokens"] == 1536
+    assert {row["samples"] for row in document[1]["middle"]["candidates"]} >= {4}
+
+
+def test_a_split_that_wins_at_the_end_and_loses_inside_is_not_used() -> None:
+    def landscape(num_tokens: int, candidate: Candidate) -> float:
+        loses = num_tokens in (1536, 3072)
+        return num_tokens / 320 * (1 if candidate.offset is None else 1.05 if loses else 0.96)
+
+    assert [c.candidate.offset for c in run_tuner(FakeRunner(landscape)).choices[1:]] == [None, None]
+
+
+@pytest.mark.parametrize("where", [1536, 2048])
+def test_what_is_wrong_inside_a_row_is_not_chosen(where: int) -> None:
+    class WrongThere(FakeRunner):
+        def error(self, num_tokens: int, candidate: Candidate, *, whole: bool = False) -> float:
+            error = super().error(num_tokens, candidate, whole=whole)
+            return 0.5 if num_tokens == where and candidate.offset is not None else error
+
+    tuned = run_tuner(WrongThere(bowl))
+    assert [c.candidate.offset is None for c in tuned.choices] == [False, True, False]
+
+
+def test_a_split_that_leaves_no_suffix_inside_a_row_is_not_chosen() -> None:
+    """Only the largest offset wins; in the middle of the row it would take all tokens."""
+
+    def landscape(num_tokens: int, candidate: Candidate) -> float:
+        return num_tokens / 320 * (1 if candidate.offset is None else 0.7 if candidate.offset >= 512 else 1.1)
+
+    choices = run_tuner(FakeRunner(landscape), counts=(1024, 2048)).choices
+    assert choices[1].middle == 1536
+    for choice in choices[1:]:
+        assert choice.candidate.prefix(1536, SPACE.granularity) <= 1536
+        assert not SPACE.refusal(1536, choice.candidate)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_disturbed_sample_of_each_does_not_hide_a_gain(seed: int) -> None:
+    """The seventh step of every candidate takes half as long again, as where something else wakes up."""
+    taken: dict[tuple[int, Candidate], int] = {}
+
+    def landscape(num_tokens: int, candidate: Candidate) -> float:
+        key = num_tokens, candidate
+        taken[key] = taken.get(key, 0) + 1
+        return bowl(num_tokens, candidate, gain=0.04) * (1.5 if taken[key] == 7 else 1.0)
+
+    (choice,) = run_tuner(FakeRunner(landscape, noise=0.008, seed=seed), counts=(4096,), budget_seconds=8.0).choices
+    assert choice.candidate.offset is not None
 
 
 # ---- right results only

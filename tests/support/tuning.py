@@ -1,6 +1,5 @@
 """A tuner with no GPU: a runner whose times are a function, and a clock that only such runs move."""
 
-# ruff: noqa: ARG002  (the runner's arguments)
 from __future__ import annotations
 
 import random
@@ -73,11 +72,14 @@ class FakeRunner:
     def __post_init__(self) -> None:
         self._noise = random.Random(self.seed)
         self._next: tuple[int, Candidate] | None = None
+        self.reference_tokens = 0
 
     def reference(self, num_tokens: int, candidate: Candidate) -> None:
         assert candidate.offset is None
+        self.reference_tokens = num_tokens
 
     def error(self, num_tokens: int, candidate: Candidate, *, whole: bool = False) -> float:
+        assert num_tokens == self.reference_tokens, "compared with the result of another step"
         self.verified.append(str(candidate))
         name = f"whole {candidate}" if whole else str(candidate)
         return self.wrong.get(name, 0.001)

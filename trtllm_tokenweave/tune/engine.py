@@ -121,7 +121,7 @@ class GpuRunner:
         self._events = tuple(call("cudaEventCreate") for _ in range(2))
         self._x, self._out, self._expected, self._counts = on_all_ranks(comm, "inputs and outputs", self._arrays)
         self._step: Callable[[], None] | None = None
-        self._tokens = 0
+        self._tokens = self.reference_tokens = 0
 
     def _arrays(self) -> tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray]:
         """The rows to run, equal on all ranks, two outputs, and what the inputs lie in whose values nothing reads."""
@@ -152,9 +152,11 @@ class GpuRunner:
 
     def reference(self, num_tokens: int, candidate: Candidate) -> None:
         """See `measure.Runner`."""
+        self.reference_tokens = 0
         self._run(num_tokens, candidate, self._expected)
         if not np.isfinite(_as_float(rows_of(self._expected, 0, num_tokens, 1))).all():
             raise TokenWeaveError(f"the fuse-only result of {num_tokens} tokens is not finite")
+        self.reference_tokens = num_tokens
 
     def error(self, num_tokens: int, candidate: Candidate, *, whole: bool = False) -> float:
         """See `measure.Runner`. The output is poisoned before the step, and what the step before computed differs."""

@@ -24,15 +24,21 @@ SAVE_SECONDS = 2.0
 class Runner(Protocol):
     """Runs steps of one rank. All ranks make the same calls; one that fails raises, the others learn of it."""
 
+    #: Tokens of the step whose result is kept; 0: none is.
+    reference_tokens: int
+
     def reference(self, num_tokens: int, candidate: Candidate) -> None:
-        """Run a fuse-only step and keep its result for :meth:`error`.
+        """Run a fuse-only step and keep its result for :meth:`error`, in the place of that before.
 
         Raises:
             TokenWeaveError: the result is not finite.
         """
 
     def error(self, num_tokens: int, candidate: Candidate, *, whole: bool = False) -> float:
-        """Largest relative error of a row of the candidate's result; ``whole``: look at every row."""
+        """Largest relative error of a row of the candidate's result; ``whole``: look at every row.
+
+        ``num_tokens`` are `reference_tokens`.
+        """
 
     def prepare(self, num_tokens: int, candidate: Candidate) -> None:
         """Bind a step."""
@@ -86,7 +92,6 @@ class Bench:
         self.run, self.num_tokens, self._reference = run, num_tokens, reference
         self.record: BucketRecord = run.record.bucket(num_tokens)
         self._taken: dict[Candidate, int] = {}
-        self._made_reference = False
         #: Looked at in this run: a resumed one has built its engine again.
         self._seen: set[Candidate] = set()
         self._shuffled = random.Random(num_tokens)
@@ -134,9 +139,8 @@ class Bench:
         comm, runner, n = self.run.comm, self.run.runner, self.num_tokens
         where = f"at {n} tokens"
         self._seen.add(candidate)
-        if not self._made_reference:
+        if runner.reference_tokens != n:
             on_all_ranks(comm, f"fuse-only result {where}", lambda: runner.reference(n, self._reference))
-            self._made_reference = True
         error = on_all_ranks(comm, f"{candidate} {where}", lambda: runner.error(n, candidate, whole=whole))
         return slowest(comm, error if math.isfinite(error) else math.inf)
 

@@ -1,10 +1,12 @@
-"""The search for one token count: seeds, then neighbours of the best, then the best ones against each other."""
+"""The search for one row of a table: seeds, then neighbours of the best, then the best ones against each other."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from trtllm_tokenweave.errors import TokenWeaveError
 from trtllm_tokenweave.tune.candidates import COARSE_STEP, FINE_STEP, Candidate, Space
@@ -14,15 +16,18 @@ from trtllm_tokenweave.waves import GemmShape
 
 #: Samples with which candidates are compared while looking around.
 LOOK_ROUNDS = 2
-#: Rounds of the last comparison: from the fewest that have a 95 % interval to a cap.
-MIN_ROUNDS, MAX_ROUNDS = 6, 30
+#: Rounds of the last comparison: at least, and at most.
+MIN_ROUNDS, MAX_ROUNDS = 8, 30
 #: Splits, and fuse-only candidates, in the last comparison.
 FINALISTS, FUSE_FINALISTS = 3, 2
+#: Of one offset: other CTAs change little, another offset may be better in the middle of a row.
+SAME_OFFSET = 2
 CONFIDENCE = 0.95
 #: A split that is used gains more than this: less is not worth twice the collectives.
 MIN_GAIN = 0.002
-#: And, with the confidence, loses no more than this.
-MAX_LOSS = 0.01
+#: And, with nine chances in ten (the upper end of an 80 % interval), loses no more than this. At 95 % a gain of 5 % was
+#: missed for one disturbed pair of eight.
+MAX_LOSS, USE_CONFIDENCE = 0.01, 0.8
 #: Where two differ by less, it does not matter which is taken.
 SAME = 0.003
 
@@ -32,13 +37,13 @@ class Choice:
     """What a search found.
 
     Attributes:
-        num_tokens: Tokens of the step.
+        num_tokens: Tokens of the step: the row's largest count.
         candidate: What the table should say.
         best_split: The fastest split, used or not; None where none could run.
         fuse: The fastest fuse-only candidate.
         gain: Interval of best split / fuse-only - 1 over interleaved pairs; None without a split.
         separated: Whether the interval says which of the two is faster.
-        milliseconds: Median of each candidate that was in the last comparison to its end.
+        middle: The count within the row at which every second pair was measured; None: none was.
     """
 
     num_tokens: int
@@ -47,7 +52,7 @@ class Choice:
     fuse: Candidate
     gain: Interval | None
     separated: bool
-    milliseconds: dict[Candidate, float] = field(default_factory=dict)
+    middle: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,14 @@ class Search:
     out_of_time: Callable[[], bool] = lambda: False
     exhaustive: bool = False
 
-    def run(self, bench: Bench, near: Sequence[Candidate] = ()) -> Choice:
-        """Choose for the token count of ``bench``; ``near`` won at other counts, the nearest first.
+    def run(self, bench: Bench, near: Sequence[Candidate] = (), middle: Bench | None = None) -> Choice:
+        """Choose for the token count of ``bench``.
+
+        Args:
+            bench: Of the largest count of a row.
+            near: Candidates that won at other counts, the nearest first.
+            middle: Of a count in the middle of the row, which has to do with the same choice: splits that are equal
+                where the row ends may differ there.
 
         Raises:
             TokenWeaveError: fuse-only itself does not give its own result again.
@@ -83,7 +94,7 @@ class Search:
         else:
             self._look_around(bench, looked, fuse_only=True)
             self._look_around(bench, looked, fuse_only=False)
-        return self._decide(bench, looked)
+        return self._decide(bench, middle, looked)
 
     def _look_around(self, bench: Bench, looked: dict[Candidate, list[float]], *, fuse_only: bool) -> None:
         """Move to the best neighbour while there is a better one, in coarse steps first; adds to ``looked``."""
@@ -102,50 +113,82 @@ class Search:
                 if best_of(times, fuse_only) == best:
                     break
 
-    def _decide(self, bench: Bench, looked: dict[Candidate, list[float]]) -> Choice:
+    def _decide(self, bench: Bench, middle: Bench | None, looked: dict[Candidate, list[float]]) -> Choice:
         """Measure the best ones side by side, and take a split only if it wins and surely loses next to nothing."""
+        benches = [bench] if middle is None else [bench, middle]
         ranked = sorted(looked, key=lambda c: statistics.median(looked[c]))
-        fuses = [c for c in ranked if c.offset is None][:FUSE_FINALISTS] or [self.space.fuse()]
-        splits = [c for c in ranked if c.offset is not None][:FINALISTS]
         while True:
-            times = compare(bench, [*splits, *fuses], self.out_of_time)
-            medians = {c: statistics.median(t) for c, t in times.items()}
-            split, fuse = best_of(times, fuse_only=False), best_of(times, fuse_only=True)
+            ranked = bench.usable(ranked)
+            fuses = self._runnable([c for c in ranked if c.offset is None] or [self.space.fuse()], benches)
+            splits = self._runnable(_varied(c for c in ranked if c.offset is not None), benches)
+            finalists = [*itertools.islice(splits, FINALISTS), *itertools.islice(fuses, FUSE_FINALISTS)]
+            times = compare(benches, finalists, self.out_of_time)
+            split, fuse = fastest(times, fuse_only=False), fastest(times, fuse_only=True)
             if fuse is None:
                 raise TokenWeaveError(f"no fuse-only step of {bench.num_tokens} tokens gives the same result twice")
+            at = None if middle is None else middle.num_tokens
             if split is None:
-                return Choice(bench.num_tokens, fuse, None, fuse, None, True, medians)
-            gain = relative_difference(times[split], times[fuse], CONFIDENCE)
-            used = gain.median < -MIN_GAIN and gain.high < MAX_LOSS
-            choice = split if used else fuse
+                return Choice(bench.num_tokens, fuse, None, fuse, None, True, at)
+            choice = split if _is_gain(times[split], times[fuse]) else fuse
             bench.check_whole(choice)
-            if not bench.usable([choice]):
-                # Wrong in a row that the quick look left out.
-                splits, fuses = bench.usable(splits), bench.usable(fuses) or [self.space.fuse()]
-                continue
-            return Choice(bench.num_tokens, choice, split, fuse, gain, gain.high < 0 or gain.low > 0, medians)
+            if bench.usable([choice]):
+                gain = relative_difference(times[split], times[fuse], CONFIDENCE)
+                separated = gain.high < 0 or gain.low > 0
+                return Choice(bench.num_tokens, choice, split, fuse, gain, separated, at)
+            # Else it is wrong in a row that the quick look left out.
+
+    def _runnable(self, candidates: Iterable[Candidate], benches: Sequence[Bench]) -> Iterator[Candidate]:
+        """Those that can run at all counts, and are right there."""
+        for candidate in candidates:
+            if all(not self.space.refusal(b.num_tokens, candidate) and b.usable([candidate]) for b in benches):
+                yield candidate
+
+
+def _is_gain(split: Sequence[float], fuse: Sequence[float]) -> bool:
+    gain = relative_difference(split, fuse, USE_CONFIDENCE)
+    return gain.median < -MIN_GAIN and gain.high < MAX_LOSS
+
+
+def _varied(splits: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Those in order, no more than `SAME_OFFSET` of an offset."""
+    seen: Counter[int | None] = Counter()
+    for candidate in splits:
+        seen[candidate.offset] += 1
+        if seen[candidate.offset] <= SAME_OFFSET:
+            yield candidate
 
 
 def best_of(times: dict[Candidate, list[float]], fuse_only: bool) -> Candidate | None:
-    """The fastest of the splits, or of the fuse-only candidates."""
-    found = [c for c in times if (c.offset is None) == fuse_only]
-    return min(found, key=lambda c: statistics.median(times[c]), default=None)
+    """That of the smallest median of the splits, or of the fuse-only candidates."""
+    return min(_of_kind(times, fuse_only), key=lambda c: statistics.median(times[c]), default=None)
+
+
+def fastest(times: dict[Candidate, list[float]], fuse_only: bool) -> Candidate | None:
+    """The fastest of the splits, or of the fuse-only candidates, by pairs: those of a round are of one token count."""
+    found = _of_kind(times, fuse_only)
+    return min(found, key=lambda c: relative_difference(times[c], times[found[0]]).median, default=None)
+
+
+def _of_kind(times: dict[Candidate, list[float]], fuse_only: bool) -> list[Candidate]:
+    return [c for c in times if (c.offset is None) == fuse_only]
 
 
 def compare(
-    bench: Bench, finalists: Sequence[Candidate], out_of_time: Callable[[], bool]
+    benches: Sequence[Bench], finalists: Sequence[Candidate], out_of_time: Callable[[], bool]
 ) -> dict[Candidate, list[float]]:
     """Rounds of interleaved samples until it is clear which split and which fuse-only candidate are the fastest, and
     which of the two; or a cap. Those that are clearly not are left out of later rounds, and of the result.
 
-    Round i of all candidates was measured together: their i-th samples are pairs.
+    Rounds take turns at the counts of ``benches``. Round i of all candidates was measured together: their i-th samples
+    are pairs.
     """
-    times = bench.measure(finalists, MIN_ROUNDS)
-    while len(times) > 1 and len(next(iter(times.values()))) < MAX_ROUNDS:
-        times = without_losers(times)
-        if _is_clear(times) or out_of_time():
-            break
-        for candidate, more in bench.measure(list(times), 1).items():
+    times: dict[Candidate, list[float]] = {c: [] for c in finalists}
+    for done in range(MAX_ROUNDS):
+        if done >= MIN_ROUNDS:
+            times = without_losers(times)
+            if len(times) == 1 or _is_clear(times) or out_of_time():
+                break
+        for candidate, more in benches[done % len(benches)].measure(list(times), 1).items():
             times[candidate] += more
     return times
 
@@ -154,9 +197,9 @@ def without_losers(times: dict[Candidate, list[float]]) -> dict[Candidate, list[
     """Without those that are slower than the best of their kind, or no different from it."""
     kept = {}
     for fuse_only in (False, True):
-        best = best_of(times, fuse_only)
-        for candidate in times:
-            if best is None or (candidate.offset is None) != fuse_only:
+        best = fastest(times, fuse_only)
+        for candidate in _of_kind(times, fuse_only):
+            if best is None:
                 continue
             over = relative_difference(times[candidate], times[best], CONFIDENCE)
             if candidate == best or not (over.low > 0 or _same(over)):
@@ -166,7 +209,7 @@ def without_losers(times: dict[Candidate, list[float]]) -> dict[Candidate, list[
 
 def _is_clear(times: dict[Candidate, list[float]]) -> bool:
     """Whether one of each kind is left, and it is clear which of the two is faster, or that they are the same."""
-    kinds = [best_of(times, fuse_only) for fuse_only in (False, True)]
+    kinds = [fastest(times, fuse_only) for fuse_only in (False, True)]
     if len(times) > len([best for best in kinds if best is not None]):
         return False
     split, fuse = kinds

@@ -20,8 +20,9 @@ from trtllm_tokenweave.waves import GemmShape
 
 #: Of the budget: what a search measures after its time is over takes the rest.
 SEARCH_SHARE = 0.95
-#: Of a search: seeds and neighbours; the last ones side by side take the rest.
-LOOK_SHARE = 0.6
+#: Of a search: seeds and neighbours; the last ones side by side take the rest. With a dozen pairs an interval no
+#: longer hangs on one sample that was disturbed.
+LOOK_SHARE = 0.45
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,21 @@ def tune(goal: TuneGoal, run: Run) -> list[Choice]:
         seen, over = (partial(asked, began + part * share) for part in (LOOK_SHARE, 1))
         search = Search(goal.space, goal.shapes, seen, over, goal.exhaustive)
         near = [c for choice in reversed(choices[-2:]) for c in _winners(choice)]
-        choices.append(search.run(bench, list(dict.fromkeys(near))))
+        inside = middle_of(goal.counts, n)
+        middle = None if inside is None else Bench(run, inside, goal.space.fuse())
+        choices.append(search.run(bench, list(dict.fromkeys(near)), middle))
         now = run.elapsed()
         bench.record.seconds = round(bench.record.seconds + now - began, 3)
         run.save(now)
         if run.comm.rank == 0:
             run.say(f"{done + 1}/{len(goal.counts)}  {_said(choices[-1])}, {_time_left(goal, run, now, left[:-1])}")
     return choices[::-1]
+
+
+def middle_of(counts: Sequence[int], num_tokens: int) -> int | None:
+    """The middle of the table's row that ends at ``num_tokens``; None for the first: it serves its last count alone."""
+    below = max((n for n in counts if n < num_tokens), default=None)
+    return None if below is None else num_tokens - (num_tokens - below) // 2
 
 
 def _answers(run: Run, record: BucketRecord) -> Callable[[float], bool]:
@@ -144,7 +153,10 @@ def make_table(goal: TuneGoal, choices: Sequence[Choice], measured: MeasuredOn) 
 
 
 def measurements(run: Run, choices: Sequence[Choice]) -> list[dict[str, Any]]:
-    """Every candidate of every token count with its median and quartiles, for the file beside the table."""
+    """Every candidate of every token count with its median and quartiles, for the file beside the table.
+
+    ``middle`` has those that were compared in the middle of the row, too.
+    """
     out = []
     for choice in choices:
         gain = choice.gain
@@ -160,6 +172,9 @@ def measurements(run: Run, choices: Sequence[Choice]) -> list[dict[str, Any]]:
                 "candidates": candidate_rows(run, choice.num_tokens),
             }
         )
+        if choice.middle is not None:
+            rows = candidate_rows(run, choice.middle)
+            out[-1]["middle"] = {"num_tokens": choice.middle, "candidates": rows}
     return out
 
 
