@@ -25,7 +25,7 @@ from trtllm_tokenweave.bench.plots import (
 )
 from trtllm_tokenweave.bench.timeline import Kernel, is_collective, summary
 from trtllm_tokenweave.cli.app import main
-from trtllm_tokenweave.table import TableKey, default_table, save_table
+from trtllm_tokenweave.table import TableKey, default_table, load_table, save_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -132,78 +132,83 @@ def test_text_about_the_stack_is_its_result() -> None:
 def test_the_table_of_whole_decoders_names_what_was_measured() -> None:
     names = ("stock", "peer", "fuse_only", "even_split", "tuned_split", "no_comm")
     row = {"num_tokens": 64, "mode": "eager", **{f"{name}_ms": 2.0 for name in names}, "ctas_even": 4, "ctas_tuned": 0}
-    table = e2e_markdown({"rows": [row]})
-    for line in (
-        "| stock with the fastest other all-reduce | 2.00 |",
-        "| CTAs: even split | 4 |",
-        "| CTAs: split of the table, or best of those tried | the table's |",
-    ):
+    table = e2e_markdown({"rows": [row, row | {"mode": "graph", "stock_ms": 3.0}]}, "eager")
+    for line in ("| best peer | 2.00 |", "| CTAs: even split | 4 |", "| CTAs: best split | the table's |"):
         assert line in table
-    assert "other all-reduce" not in e2e_markdown({"rows": [row | {"peer_ms": None}]})
+    assert "3.00" not in table
+    assert "best peer" not in e2e_markdown({"rows": [row | {"peer_ms": None}]}, "eager")
 
 
 def test_figures_of_real_attention_come_from_their_result() -> None:
     e2e, document = result("e2e_tp2.json"), (ROOT / "docs/benchmarks.md").read_text()
-    assert e2e_markdown(e2e) in document
+    for table in (e2e_markdown(e2e, "eager"), e2e_markdown(e2e, "graph"), timeline_markdown(e2e)):
+        assert table in document
     text, readme = (" ".join(t.split()) for t in (document, (ROOT / "README.md").read_text()))
-    rows = {(row["num_tokens"], row["mode"]): row for row in e2e["rows"]}
+    rows, graph = e2e["rows"], [row for row in e2e["rows"] if row["mode"] == "graph"]
 
-    def pair(tokens: int, column: str, over: str = "") -> list[float]:
-        found = [rows[tokens, mode] for mode in ("eager", "graph")]
-        return [row[column] / row[over] if over else row[column] for row in found]
+    def ratios(column: str, over: str, least: int) -> list[float]:
+        found = sorted(row[column] / row[over] for row in rows if row["num_tokens"] >= least)
+        return [found[0], found[-1]]
 
-    def percent(tokens: int, other: str) -> list[float]:
-        return [100 * abs(ratio - 1) for ratio in pair(tokens, "even_split_ms", other)]
-
-    faster = pair(4096, "stock_ms", "even_split_ms")
-    assert "4096 tokens: {:.3f} (eager) and {:.3f} times (graph) as fast as stock".format(*faster) in text
-    assert "{:.3f} and {:.3f} times with real attention".format(*faster) in readme
-    again = "{:.3f} and {:.3f}".format(*pair(4096, "stock_ms", "tuned_split_ms"))
-    assert f"{again} when measured again" in text
-    assert f"(measured again: {again})" in readme
-    assert max(pair(4096, "even_split_ms", "no_comm_ms")) < 1
-    shares = [100 * (1 - ratio) for ratio in pair(4096, "tuned_split_ms", "no_comm_ms")]
-    assert "and again {:.1f} and {:.1f} %.".format(*shares) in text
-    assert "reached: {:.1f} and {:.1f} % faster".format(*percent(4096, "no_comm_ms")) in text
-    assert min(pair(1024, "even_split_ms", "fuse_only_ms")) > 1
-    lost = [*percent(1024, "fuse_only_ms"), *percent(1024, "no_comm_ms")]
-    assert "{:.1f} and {:.1f} % slower than fuse only and {:.1f} and {:.1f} % slower than no comm".format(*lost) in text
-    columns = ("even_split_ms", "stock_ms", "no_comm_ms")
-    figures = [figure for column in columns for figure in pair(4096, column)]
-    said = "{:.2f} ms eager and {:.2f} as a graph, where stock takes {:.2f} and {:.2f} and no communication {:.2f} and"
-    assert f"{said} {{:.2f}}".format(*figures) in readme
-    figures = [figure for column in ("even_split_ms", "fuse_only_ms") for figure in pair(1024, column)]
-    assert "{:.2f} and {:.2f} ms, where fuse only takes {:.2f} and {:.2f}".format(*figures) in readme
-    longer = []
-    for tokens in (4096, 1024):
-        times = {row["offset"]: row["woven_ms"] for row in e2e["sweep"] if row["num_tokens"] == tokens}
-        even = times.pop(0)
-        longer.append(100 * (min(times.values()) / even - 1))
-    assert (
-        "takes {:.1f} % longer than the even split at 4096 tokens, and {:.1f} % longer at 1024".format(*longer) in text
-    )
-    assert all(row["prefix_tuned"] == row["prefix_even"] for row in rows.values())
-    apart = [100 * abs(row["tuned_split_ms"] / row["even_split_ms"] - 1) for row in rows.values()]
-    assert f"lie {min(apart):.1f} to {max(apart):.1f} % apart." in text
-    assert max(row["error"] for row in rows.values()) < 0.0175
-    memory = {name: engine["memory_bytes"] for name, engine in e2e["engines"].items()}
-    said = "stock {stock:.2f} GB, fuse only {fuse_only:.2f}, no communication {no_comm:.2f}, and the woven engine"
-    said += " {woven:.2f}"
-    assert said.format(**{name: bytes_ / 1e9 for name, bytes_ in memory.items()}) in text
+    faster = ratios("stock_ms", "tuned_split_ms", 4096)
+    assert "the best split is {:.3f} to {:.3f} times as fast as stock".format(*faster) in text
+    assert "{:.3f} to {:.3f} times with real attention".format(*faster) in readme
+    assert "itself is {:.3f} to {:.3f} times as fast".format(*ratios("stock_ms", "no_comm_ms", 4096)) in text
+    slower = [100 * (ratio - 1) for ratio in ratios("tuned_split_ms", "no_comm_ms", 4096)]
+    assert "{:.1f} to {:.1f} % slower than no communication from 4096 tokens on".format(*slower) in text
+    assert "{:.1f} to {:.1f} % with real attention".format(*slower) in readme
+    figures = next([r["tuned_split_ms"], r["stock_ms"], r["no_comm_ms"]] for r in graph if r["num_tokens"] == 4096)
+    said = "takes {:.2f} ms at 4096 tokens, where stock takes {:.2f} and no communication {:.2f};"
+    assert said.format(*figures) in readme
+    said = "stock takes {:.3f}, {:.3f}, {:.3f}, {:.3f} and {:.3f} times as long as the split step"
+    assert said.format(*(row["stock_ms"] / row["tuned_split_ms"] for row in graph)) in readme
+    same = [row for row in rows if (row["prefix_tuned"], row["ctas_tuned"]) == (row["prefix_even"], row["ctas_even"])]
+    apart = max(100 * abs(row["tuned_split_ms"] / row["even_split_ms"] - 1) for row in same)
+    assert f"lie up to {apart:.1f} % apart" in text
+    assert {row["num_tokens"] for row in rows if row not in same} == {8192}
+    assert max(row["error"] for row in rows) < 0.0175
+    memory = {name: engine["memory_bytes"] / 1e9 for name, engine in e2e["engines"].items()}
+    said = "stock {stock:.2f} GB, best peer {peer:.2f}, fuse only {fuse_only:.2f}, no communication {no_comm:.2f}, and"
+    assert said.format(**memory) + f" the woven engine {memory['woven']:.2f}" in text
     assert f"{memory['woven'] / memory['stock']:.2f} times stock" in text
+    traced = e2e["timeline"]["eager"]
+    hidden = [
+        100 * traced[f"{name}_split"]["both_us"] / traced[f"{name}_split"]["collective_us"]
+        for name in ("tuned", "even")
+    ]
+    assert "{:.0f} and {:.0f} % of the time of the collectives".format(*hidden) in text
 
 
-def test_figures_of_the_tuner_come_from_its_first_run() -> None:
-    check, jitter = result("tune_tp2.json")["held_out"], result("jitter_tp2.json")["jitter"]
+def test_figures_of_the_smaller_engines_come_from_their_result() -> None:
+    text, rows = " ".join((ROOT / "docs/benchmarks.md").read_text().split()), result("e2e_4096_tp2.json")["rows"]
+    eager, graph = [row for row in rows if row["num_tokens"] == 4096]
+    assert f"takes {eager['even_split_ms']:.2f} ms (eager) and {graph['even_split_ms']:.2f} (graph)" in text
+    assert "{:.3f} and {:.3f} times".format(*(r["stock_ms"] / r["even_split_ms"] for r in (eager, graph))) in text
+    assert f"no communication ({eager['no_comm_ms']:.2f} and {graph['no_comm_ms']:.2f})" in text
+    small = [100 * (r["even_split_ms"] / r["fuse_only_ms"] - 1) for r in rows if r["num_tokens"] == 1024]
+    assert "it is {:.1f} and {:.1f} % slower than fuse only".format(*small) in text
+    assert f"and took {rows[0]['fuse_only_ms']:.2f} there" in text
+
+
+def test_figures_of_the_step_in_cpp_come_from_their_result() -> None:
+    (row,) = result("cpp_step_tp2.json")["rows"]
+    said = f"{row['step_ms']:.3f} ms, where `enqueueV3` alone takes {row['enqueue_ms']:.3f}"
+    assert said in " ".join((ROOT / "docs/cpp.md").read_text().split())
+
+
+def test_figures_of_the_tuner_come_from_its_run() -> None:
+    check, jitter = result("tune_tp2.json"), result("jitter_tp2.json")["jitter"]
     document = (ROOT / "docs/tuning.md").read_text()
-    assert check_markdown({"held_out": check}) in document
-    text = " ".join(document.split())
-    over = {row["num_tokens"]: row["chosen_over_best"][1] - 1 for row in check}
-    worse = {tokens: f"{100 * share:.1f} %" for tokens, share in over.items() if share > 0.02}
+    assert check_markdown(check) in document
+    text, readme = (" ".join(t.split()) for t in (document, (ROOT / "README.md").read_text()))
+    (shipped,) = (ROOT / "tuning/tables").glob("*_h200.json")
+    assert load_table(shipped).sha256 == check["table_sha256"]
+    assert f"in {check['gpu_seconds']:.0f} seconds" in text
+    over = {row["num_tokens"]: row["chosen_over_best"][1] - 1 for row in check["held_out"]}
+    worse = {tokens: 100 * share for tokens, share in over.items() if share > 0.02}
     assert f"{len(over) - len(worse)} of {len(over)} are within 2 % of the exhaustive best." in text
-    assert "{} tokens by {} and {} by {}".format(*(x for pair in worse.items() for x in pair)) in text
-    assert all(row["chosen"].startswith("fuse") for row in check if row["num_tokens"] in worse)
-    assert max(row["chosen_over_fuse_only"][1] for row in check) < 1.01
+    assert f"{min(worse.values()):.1f} to {max(worse.values()):.1f} % slower" in readme
+    assert max(row["chosen_over_fuse_only"][1] for row in check["held_out"]) < 1.01
     for column, said in (("even", "times the even split"), ("fuse_only", "times fuse-only with 132 CTAs")):
         ratios = [row["tuned_ms"] / row[f"{column}_ms"] for row in jitter]
         assert f"{min(ratios):.3f} to {max(ratios):.3f} {said}" in text

@@ -24,10 +24,10 @@ _ENGINES = {
 
 _E2E = {
     "stock_ms": "stock",
-    "peer_ms": "stock with the fastest other all-reduce",
+    "peer_ms": "best peer",
     "fuse_only_ms": "fuse only",
     "even_split_ms": "even split",
-    "tuned_split_ms": "split of the table, or best of those tried",
+    "tuned_split_ms": "best split: the table's, or of those tried",
     "whole_attention_even_ms": "even split, attention left whole",
     "whole_attention_tuned_ms": "table's or best split, attention left whole",
     "no_comm_ms": "no communication",
@@ -157,18 +157,21 @@ def _over(time: float, other: float) -> str:
     return f"{time / other - 1:+.1%}".replace("%", " %")
 
 
-def e2e_markdown(document: Mapping[str, Any]) -> str:
-    """The steps of `bench e2e` as a table for the documentation."""
-    rows = document["rows"]
-    lines = [("ms a step", [f"{r['num_tokens']}, {r['mode']}" for r in rows])]
+def e2e_markdown(document: Mapping[str, Any], mode: str) -> str:
+    """The steps of `bench e2e` in one mode as a table for the documentation."""
+    rows = [r for r in document["rows"] if r["mode"] == mode]
+    lines = [(f"ms a step, {mode}", [str(r["num_tokens"]) for r in rows])]
     measured = {column: title for column, title in _E2E.items() if rows[0].get(column) is not None}
     lines += [(title, [f"{r[column]:.2f}" for r in rows]) for column, title in measured.items()]
-    for column, title in (("ctas_even", "even split"), ("ctas_tuned", "split of the table, or best of those tried")):
+    for column, title in (("ctas_even", "even split"), ("ctas_tuned", "best split")):
         if column in rows[0]:
             lines.append((f"CTAs: {title}", [str(r[column] or "the table's") for r in rows]))
-    lines.append(("stock / even split", [f"{r['stock_ms'] / r['even_split_ms']:.3f}" for r in rows]))
+    if "prefix_tuned" in rows[0]:
+        lines.append(("tokens of the prefix half: best split", [str(r["prefix_tuned"]) for r in rows]))
+    for title, column in (("best split", "tuned_split_ms"), ("no communication", "no_comm_ms")):
+        lines.append((f"stock / {title}", [f"{r['stock_ms'] / r[column]:.3f}" for r in rows]))
     for title, column in (("no communication", "no_comm_ms"), ("fuse only", "fuse_only_ms")):
-        lines.append((f"even split, over {title}", [_over(r["even_split_ms"], r[column]) for r in rows]))
+        lines.append((f"best split, over {title}", [_over(r["tuned_split_ms"], r[column]) for r in rows]))
     return _markdown(lines)
 
 
@@ -194,13 +197,14 @@ def sweep_markdown(document: Mapping[str, Any]) -> str:
 
 
 def timeline_markdown(document: Mapping[str, Any]) -> str:
-    """Where one step's time went, milliseconds: every figure of `bench stack`'s timelines."""
+    """Where one step's time went, milliseconds: every figure of the timelines of `bench stack` and `bench e2e`."""
     traced = document["timeline"]
     lines = [("one step, ms", ["whole", "compute", "collectives", "both at once", "neither"])]
     for mode in ("eager", "graph"):
-        for name, figures in traced[mode].items():
+        for name, figures in traced.get(mode, {}).items():
             cells = [figures[f"{part}_us"] / 1000 for part in ("whole", "compute", "collective", "both", "idle")]
-            lines.append((f"{mode}: {_ENGINES.get(name, name)}", [f"{cell:.2f}" for cell in cells]))
+            title = _ENGINES.get(name) or _E2E.get(f"{name}_ms", name)
+            lines.append((f"{mode}: {title}", [f"{cell:.2f}" for cell in cells]))
     return _markdown(lines)
 
 
