@@ -243,7 +243,10 @@ def test_the_paper_is_reproduced(fresh: tuple[Fitted, list[CheckRow]]) -> None:
 def test_our_own_measurements_are_reproduced(fresh: tuple[Fitted, list[CheckRow]]) -> None:
     assert max(off(fresh[1], "kernel_tp2")) < 0.055
     assert max(off(fresh[1], "overlap_tp2")) < 0.035
-    assert max(off(fresh[1], "fuse_only / stock")) < 0.02
+    stack = [row for row in fresh[1] if "stack_tp2" in row.source]
+    assert max(off(stack, "fuse_only / stock")) < 0.02
+    assert max(off(fresh[1], "even split / stock")) < 0.035
+    assert max(off([row for row in fresh[1] if "e2e_tp2" in row.source], "no_comm / stock")) < 0.022
     large = [row for row in fresh[1] if row.num_tokens >= 4096]
     assert max(off(large, "woven, trt / stock")) < 0.025
     assert max(off([row for row in fresh[1] if row.num_tokens >= 2048], "woven, budget / stock")) < 0.02
@@ -361,6 +364,31 @@ def changed(**values: Any) -> dict[str, Any]:
     return document
 
 
+def e2e_document(**changes: Any) -> dict[str, Any]:
+    """A result of `bench e2e`."""
+    times = {"stock_ms": 60.0, "fuse_only_ms": 57.0, "even_split_ms": 54.0, "no_comm_ms": 55.0, "peer_ms": None}
+    row = {"num_tokens": 4096, "mode": "graph", "ctas_even": 4, **times}
+    what = "prefill of one sequence: 8 layers, hidden 8192, vocabulary 8192, tp_size 2, bfloat16"
+    return {"what": what, "model": "llama-3.3-70b", "rows": [row], **changes}
+
+
+def test_measured_decoders_join_the_check() -> None:
+    def rows(**changes: Any) -> dict[str, CheckRow]:
+        found = own_rows(fitted().machines, {Path("e2e_tp2.json"): e2e_document(**changes)})
+        return {row.source.removeprefix("e2e_tp2, graph: "): row for row in found}
+
+    found, half = rows(), rows(what=str(e2e_document()["what"]).replace("8 layers", "4 layers"))
+    ratios = {"no_comm / stock": 55 / 60, "fuse_only / stock": 57 / 60, "even split / stock": 0.9}
+    assert {name: row.measured for name, row in found.items()} == pytest.approx(
+        {**ratios, "stock ms": 60, "even split ms": 54}
+    )
+    assert half["stock ms"].predicted == pytest.approx(found["stock ms"].predicted / 2, rel=0.02)
+    # Attention is the real one: it grows with the square of the tokens.
+    (row,) = e2e_document()["rows"]
+    twice = rows(rows=[row | {"num_tokens": 8192}])
+    assert twice["stock ms"].predicted > 2.03 * found["stock ms"].predicted
+
+
 @pytest.mark.parametrize(
     ("name", "document", "what"),
     [
@@ -372,6 +400,8 @@ def changed(**values: Any) -> dict[str, Any]:
         ("stack_tp2", changed(gemm_sms=100), "gemm_sms 100 is not what 16 CTAs leave of 132 SMs"),
         ("stack_tp2", changed(gemm="cublas"), "'trt' or 'budget'"),
         *(("stack_tp2", without(name), "missing") for name in ("model", "offset", "symmetric", "rows")),
+        ("e2e_tp2", e2e_document(what="a decoder"), "are not in `what`"),
+        ("e2e_tp2", e2e_document(rows=[{"num_tokens": 4096}]), "missing"),
         ("kernel_tp2", {"rows": [{}]}, "KeyError"),
         ("overlap_tp2", [], "TypeError"),
     ],

@@ -13,7 +13,7 @@ from trtllm_tokenweave.predict import __main__ as command
 from trtllm_tokenweave.predict.data import FOLDER
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs/results"
-INPUTS = ("kernel_tp2.json", "overlap_tp2.json", "stack_tp2.json")
+INPUTS = ("kernel_tp2.json", "overlap_tp2.json", "stack_tp2.json", "e2e_tp2.json")
 OLD = "as it was"
 
 

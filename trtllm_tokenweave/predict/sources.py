@@ -223,25 +223,9 @@ def _stack(machine: Machine, document: Any) -> Iterator[CheckRow]:
             )
         if row.gemm == "budget" and row.gemm_sms != machine.sms - row.ctas:
             raise ValueError(f"gemm_sms {row.gemm_sms} is not what {row.ctas} CTAs leave of {machine.sms} SMs")
-        made, tokens = Predictor(machine, workload, row.gemm), row.num_tokens
-        woven = f"woven, {row.gemm}"
-        step = _Step(
-            machine.name,
-            f"stack_tp2, {row.mode}",
-            tokens,
-            {
-                "stock": row.stock_ms,
-                "no_comm": row.no_comm_ms,
-                "fuse_only": row.fuse_only_ms,
-                woven: row.woven_ms,
-            },
-            {
-                "stock": made.stock_us(tokens),
-                "no_comm": made.no_comm_us(tokens),
-                "fuse_only": made.fuse_only_us(tokens, 0)[0],
-                woven: made.woven(tokens, result.offset, row.ctas, row.ctas).us,
-            },
-        )
+        made, woven = Predictor(machine, workload, row.gemm), f"woven, {row.gemm}"
+        times = {"no_comm": row.no_comm_ms, "fuse_only": row.fuse_only_ms, woven: row.woven_ms}
+        step = _own_step(made, f"stack_tp2, {row.mode}", row, times, result.offset, row.ctas)
         # The other engines are the same in both rows.
         if row.gemm == "trt":
             yield from (step.ratio(variant) for variant in ("no_comm", "fuse_only"))
@@ -250,8 +234,69 @@ def _stack(machine: Machine, document: Any) -> Iterator[CheckRow]:
         yield step.ms(woven)
 
 
+def _own_step(
+    made: Predictor, source: str, row: _StackRow | _E2eRow, times: Mapping[str, float], offset: int, ctas: int
+) -> _Step:
+    """A step of our engines; ``times`` end with the woven one's, of that split and CTAs."""
+    tokens, woven = row.num_tokens, [*times][-1]
+    predicted = {
+        "stock": made.stock_us(tokens),
+        "no_comm": made.no_comm_us(tokens),
+        "fuse_only": made.fuse_only_us(tokens, 0)[0],
+        woven: made.woven(tokens, offset, ctas, ctas).us,
+    }
+    return _Step(made.machine.name, source, tokens, {"stock": row.stock_ms, **times}, predicted)
+
+
+class _E2eRow(BaseModel):
+    """Milliseconds of a step, and CTAs of the even split's collectives."""
+
+    model_config = ConfigDict(strict=True)
+
+    num_tokens: Annotated[int, Field(gt=0)]
+    mode: str
+    ctas_even: int
+    stock_ms: _Ms
+    no_comm_ms: _Ms
+    fuse_only_ms: _Ms
+    even_split_ms: _Ms
+
+
+class _E2eResult(BaseModel):
+    """What the check needs of a result of `bench e2e`.
+
+    Attributes:
+        what: Layers and tp_size, in words.
+        model: The preset.
+        rows: The steps.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    what: str
+    model: str
+    rows: list[_E2eRow]
+
+
+def _e2e(machine: Machine, document: Any) -> Iterator[CheckRow]:
+    """Prefill of one sequence with real attention; collectives work in place, GEMMs behind them have a budget."""
+    result = _E2eResult.model_validate(document)
+    found = re.search(r"(\d+) layers.* tp_size (\d+)", result.what)
+    if found is None:
+        raise ValueError("layers and tp_size are not in `what`")
+    layers, tp_size = map(int, found.groups())
+    config = preset(result.model).model_copy(update={"num_hidden_layers": layers})
+    made = Predictor(machine, Workload(config, tp_size), "budget")
+    for row in result.rows:
+        times = {"no_comm": row.no_comm_ms, "fuse_only": row.fuse_only_ms, "even split": row.even_split_ms}
+        step = _own_step(made, f"e2e_tp2, {row.mode}", row, times, 0, row.ctas_even)
+        yield from (step.ratio(variant) for variant in times)
+        yield from (step.ms(variant) for variant in ("stock", "even split"))
+
+
 _READERS: Mapping[str, Callable[[Machine, Any], Iterator[CheckRow]]] = {
     "kernel_tp2": _kernel,
     "overlap_tp2": _overlap,
     "stack_tp2": _stack,
+    "e2e_tp2": _e2e,
 }
