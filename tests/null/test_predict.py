@@ -369,7 +369,9 @@ def e2e_document(**changes: Any) -> dict[str, Any]:
     times = {"stock_ms": 60.0, "fuse_only_ms": 57.0, "even_split_ms": 54.0, "no_comm_ms": 55.0, "peer_ms": None}
     row = {"num_tokens": 4096, "mode": "graph", "ctas_even": 4, **times}
     what = "prefill of one sequence: 8 layers, hidden 8192, vocabulary 8192, tp_size 2, bfloat16"
-    return {"what": what, "model": "llama-3.3-70b", "rows": [row], **changes}
+    engines = {"stock": {"symmetric": False}, "woven": {"symmetric": True}}
+    document = {"what": what, "model": "llama-3.3-70b", "gemm_plugin": False, "engines": engines, "rows": [row]}
+    return document | changes
 
 
 def test_measured_decoders_join_the_check() -> None:
@@ -402,6 +404,8 @@ def test_measured_decoders_join_the_check() -> None:
         *(("stack_tp2", without(name), "missing") for name in ("model", "offset", "symmetric", "rows")),
         ("e2e_tp2", e2e_document(what="a decoder"), "are not in `what`"),
         ("e2e_tp2", e2e_document(rows=[{"num_tokens": 4096}]), "missing"),
+        ("e2e_tp2", e2e_document(gemm_plugin=True), "are not predicted"),
+        ("e2e_tp2", e2e_document(engines={"woven": {"symmetric": False}}), "are not predicted"),
         ("kernel_tp2", {"rows": [{}]}, "KeyError"),
         ("overlap_tp2", [], "TypeError"),
     ],

@@ -210,6 +210,7 @@ def test_a_shipped_table_is_taken_for_its_gpu_and_shapes(tmp_path: Path) -> None
         (2, Here(), "an unknown GPU"),
         (2, Here(H200, "10.7.0"), "llama.json: measured with tensorrt 10.6.0, but 10.7.0 is here"),
         (2, Here(H200, library="2.0"), "llama.json: measured with library 0.1.0, but 2.0 is here"),
+        (2, Here(H200, symmetric=False), "measured with collectives in place, but here they work through a copy"),
     ],
 )
 def test_the_default_rule_is_taken_where_none_fits_and_says_why(
@@ -220,6 +221,16 @@ def test_the_default_rule_is_taken_where_none_fits_and_says_why(
     assert chosen.file is None
     assert said in chosen.said
     assert "default rule" in chosen.said
+
+
+def test_a_table_of_other_memory_is_taken_where_it_is_given_and_says_so(tmp_path: Path) -> None:
+    path = folder(tmp_path) / "llama.json"
+    copies = choose_table(CONFIG, 2, Here(H200, symmetric=False), given=path)
+    assert copies.file == path
+    assert "but here they work through a copy" in copies.said
+    for here in (Here(H200), Here(H200, symmetric=True)):
+        assert "copy" not in choose_table(CONFIG, 2, here, given=path).said
+        assert choose_table(CONFIG, 2, here, folder=tmp_path).file == path
 
 
 def test_other_shapes_of_the_same_key_are_not_enough(tmp_path: Path) -> None:
@@ -247,3 +258,22 @@ def test_plan_says_which_table_it_takes(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "1152+896" in text
     text = " ".join(run(*words, "--gpu", "NVIDIA H100").stdout.split())
     assert "no table fits (none was measured for NVIDIA H100" in text
+
+
+def test_plan_shows_every_step_of_a_shipped_table() -> None:
+    """Collectives that run alone may take all SMs: no GEMM runs beside them."""
+    for path, table in shipped_tables().items():
+        measured_on = table.source.measured
+        assert measured_on is not None
+        counts = sorted({1, *(row.tokens.hi or row.tokens.lo for row in table.rows), 16384})
+        words = ("plan", "--preset", measured_on.model, "--tp", str(table.key.tp_size), "--gpu", table.key.gpu)
+        result = run(*words, "--tokens", ",".join(map(str, counts)))
+        assert result.exit_code == 0, result.exception
+        text = " ".join(result.stdout.split())
+        assert f"table: {path.name}, which comes with this package" in text
+        assert f"TensorRT {measured_on.tensorrt})" in text
+        assert "no row of the table fits 1, 16384 tokens: default rule" in text
+        for count in counts:
+            plan = table.lookup(1, count)
+            halves = f"{plan.prefix}+{plan.suffix}" if plan.suffix else str(plan.prefix)
+            assert f" {count} {plan.mode} {halves} " in f" {text} ", count

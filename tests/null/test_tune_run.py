@@ -165,11 +165,16 @@ def test_runner_sees_rows_that_are_not_written_and_results_that_are_no_numbers(r
     def spoil(prefix: int, _batch: int, out: np.ndarray[Any, Any]) -> None:
         out[prefix - 1 :] = nan
 
+    assert runner.reference_tokens == 0
+    runner.reference(64, SPACE.fuse())
+    assert runner.reference_tokens == 64
     runner.context.spoil = spoil  # type: ignore[attr-defined]
     with pytest.raises(TokenWeaveError, match="fuse-only result of 100 tokens is not finite"):
         runner.reference(100, SPACE.fuse())
+    assert runner.reference_tokens == 0
     runner.context.spoil = lambda *_: None  # type: ignore[attr-defined]
     runner.reference(100, SPACE.fuse())
+    assert runner.reference_tokens == 100
     runner.context.spoil = spoil  # type: ignore[attr-defined]
     assert runner.error(100, Candidate(0, SPACE.launch(8), SPACE.launch(4))) == float("inf")
 

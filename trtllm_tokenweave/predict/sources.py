@@ -224,8 +224,14 @@ def _stack(machine: Machine, document: Any) -> Iterator[CheckRow]:
         if row.gemm == "budget" and row.gemm_sms != machine.sms - row.ctas:
             raise ValueError(f"gemm_sms {row.gemm_sms} is not what {row.ctas} CTAs leave of {machine.sms} SMs")
         made, woven = Predictor(machine, workload, row.gemm), f"woven, {row.gemm}"
-        times = {"no_comm": row.no_comm_ms, "fuse_only": row.fuse_only_ms, woven: row.woven_ms}
-        step = _own_step(made, f"stack_tp2, {row.mode}", row, times, result.offset, row.ctas)
+        measured = {
+            "stock": row.stock_ms,
+            "no_comm": row.no_comm_ms,
+            "fuse_only": row.fuse_only_ms,
+            woven: row.woven_ms,
+        }
+        split = made.woven(row.num_tokens, result.offset, row.ctas, row.ctas)
+        step = _own_step(made, f"stack_tp2, {row.mode}", row.num_tokens, measured, {woven: split.us})
         # The other engines are the same in both rows.
         if row.gemm == "trt":
             yield from (step.ratio(variant) for variant in ("no_comm", "fuse_only"))
@@ -235,17 +241,16 @@ def _stack(machine: Machine, document: Any) -> Iterator[CheckRow]:
 
 
 def _own_step(
-    made: Predictor, source: str, row: _StackRow | _E2eRow, times: Mapping[str, float], offset: int, ctas: int
+    made: Predictor, source: str, num_tokens: int, measured_ms: Mapping[str, float], woven_us: Mapping[str, float]
 ) -> _Step:
-    """A step of our engines; ``times`` end with the woven one's, of that split and CTAs."""
-    tokens, woven = row.num_tokens, [*times][-1]
+    """A step of our engines; ``woven_us`` is what was predicted for the woven one, by its name."""
     predicted = {
-        "stock": made.stock_us(tokens),
-        "no_comm": made.no_comm_us(tokens),
-        "fuse_only": made.fuse_only_us(tokens, 0)[0],
-        woven: made.woven(tokens, offset, ctas, ctas).us,
+        "stock": made.stock_us(num_tokens),
+        "no_comm": made.no_comm_us(num_tokens),
+        "fuse_only": made.fuse_only_us(num_tokens, 0)[0],
+        **woven_us,
     }
-    return _Step(made.machine.name, source, tokens, {"stock": row.stock_ms, **times}, predicted)
+    return _Step(made.machine.name, source, num_tokens, measured_ms, predicted)
 
 
 class _E2eRow(BaseModel):
@@ -262,12 +267,22 @@ class _E2eRow(BaseModel):
     even_split_ms: _Ms
 
 
+class _E2eEngine(BaseModel):
+    """Whether an engine's collectives work in place; else they copy."""
+
+    model_config = ConfigDict(strict=True)
+
+    symmetric: bool
+
+
 class _E2eResult(BaseModel):
     """What the check needs of a result of `bench e2e`.
 
     Attributes:
         what: Layers and tp_size, in words.
         model: The preset.
+        gemm_plugin: Whether all products are cuBLAS's.
+        engines: By name.
         rows: The steps.
     """
 
@@ -275,6 +290,8 @@ class _E2eResult(BaseModel):
 
     what: str
     model: str
+    gemm_plugin: bool
+    engines: dict[str, _E2eEngine]
     rows: list[_E2eRow]
 
 
@@ -285,12 +302,21 @@ def _e2e(machine: Machine, document: Any) -> Iterator[CheckRow]:
     if found is None:
         raise ValueError("layers and tp_size are not in `what`")
     layers, tp_size = map(int, found.groups())
+    if result.gemm_plugin or not result.engines["woven"].symmetric:
+        raise ValueError("products by the Gemm plugin, or collectives that copy, are not predicted")
     config = preset(result.model).model_copy(update={"num_hidden_layers": layers})
     made = Predictor(machine, Workload(config, tp_size), "budget")
     for row in result.rows:
-        times = {"no_comm": row.no_comm_ms, "fuse_only": row.fuse_only_ms, "even split": row.even_split_ms}
-        step = _own_step(made, f"e2e_tp2, {row.mode}", row, times, 0, row.ctas_even)
-        yield from (step.ratio(variant) for variant in times)
+        measured = {"stock": row.stock_ms, "no_comm": row.no_comm_ms, "fuse_only": row.fuse_only_ms}
+        split = made.woven(row.num_tokens, 0, row.ctas_even, row.ctas_even)
+        step = _own_step(
+            made,
+            f"e2e_tp2, {row.mode}",
+            row.num_tokens,
+            measured | {"even split": row.even_split_ms},
+            {"even split": split.us},
+        )
+        yield from (step.ratio(variant) for variant in ("no_comm", "fuse_only", "even split"))
         yield from (step.ms(variant) for variant in ("stock", "even split"))
 
 

@@ -25,12 +25,15 @@ class Here:
         tensorrt: Version of TensorRT.
         gemms: (n, k) of a layer's GEMMs on one rank, by name (`layer_gemms`).
         library: Version of this package.
+        symmetric: Whether activations lie in symmetric memory, so that collectives need not copy. It decides which
+            table is the better one, not whether one may be used: `differences` leaves it out.
     """
 
     gpu: str | None = None
     tensorrt: str | None = None
     gemms: Mapping[str, tuple[int, int]] | None = None
     library: str = __version__
+    symmetric: bool | None = None
 
 
 def differences(measured: MeasuredOn, here: Here) -> list[str]:
@@ -46,6 +49,14 @@ def differences(measured: MeasuredOn, here: Here) -> list[str]:
             if before != now:
                 found.append(f"measured with {name} {_shape(before)}, but {_shape(now)} is needed")
     return found
+
+
+def other_memory(measured: MeasuredOn, here: Here) -> str:
+    """A sentence where a measurement has activations in other memory than here; else empty."""
+    if here.symmetric is None or measured.symmetric == here.symmetric:
+        return ""
+    how = {True: "in place", False: "through a copy"}
+    return f"measured with collectives {how[measured.symmetric]}, but here they work {how[here.symmetric]}"
 
 
 def check_measured(table: TuningTable, here: Here, *, where: str = "table") -> None:

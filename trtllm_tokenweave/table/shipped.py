@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtllm_tokenweave.libraries import PACKAGE, ROOT
 from trtllm_tokenweave.table.files import load_table
-from trtllm_tokenweave.table.measured import Here, check_measured, differences, layer_gemms
+from trtllm_tokenweave.table.measured import Here, check_measured, differences, layer_gemms, other_memory
 from trtllm_tokenweave.table.model import ANY_GPU, TuningTable
 
 if TYPE_CHECKING:
@@ -76,22 +76,24 @@ def choose_table(
     from trtllm_tokenweave.waves import default_table, gemm_shapes, table_key
 
     key = table_key(config, tp_size, gpu=here.gpu or ANY_GPU)
-    here = Here(here.gpu, here.tensorrt, layer_gemms(gemm_shapes(config, tp_size)), here.library)
+    here = replace(here, gemms=layer_gemms(gemm_shapes(config, tp_size)))
     if given is not None:
         table = load_table(given)
         table.check_key(key, where=str(given))
         check_measured(table, here, where=str(given))
-        text = f", {table.source.text}" if table.source.text else ""
-        return Chosen(table, f"table: {given} ({table.source.kind}{text})", given)
+        measured = table.source.measured
+        texts = [table.source.kind, table.source.text, "" if measured is None else other_memory(measured, here)]
+        return Chosen(table, f"table: {given} ({', '.join(text for text in texts if text)})", given)
     reasons = []
     for path, table in shipped_tables(folder).items():
         if here.gpu is None or table.key != key:
             continue
         measured = table.source.measured
-        stale = differences(measured, here) if measured is not None else []
-        if not stale:
-            return Chosen(table, f"table: {path.name}, which comes with this package ({table.source.text})", path)
-        reasons.append(f"{path.name}: {'; '.join(stale)}")
+        stale = [] if measured is None else [*differences(measured, here), other_memory(measured, here)]
+        if not any(stale):
+            text = table.source.text if measured is None else f"{table.source.text}, TensorRT {measured.tensorrt}"
+            return Chosen(table, f"table: {path.name}, which comes with this package ({text})", path)
+        reasons.append(f"{path.name}: {'; '.join(text for text in stale if text)}")
     rule = default_table(config, tp_size)
     why = "; ".join(reasons) or f"none was measured for {here.gpu or 'an unknown GPU'}, tp_size {tp_size}, these shapes"
     return Chosen(rule, f"no table fits ({why}): {rule.source.text}")

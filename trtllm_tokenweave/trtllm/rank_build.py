@@ -244,4 +244,5 @@ def _here() -> Here:
         gpu = current_gpu().name
     except TokenWeaveError:  # cuda-bindings is not installed, and tables of no particular GPU will do
         gpu = None
-    return Here(gpu, str(tensorrt().__version__))
+    # TensorRT-LLM's runtime keeps activations in memory of its own.
+    return Here(gpu, str(tensorrt().__version__), symmetric=False)

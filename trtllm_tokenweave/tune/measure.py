@@ -94,12 +94,13 @@ class Bench:
         self._taken: dict[Candidate, int] = {}
         #: Looked at in this run: a resumed one has built its engine again.
         self._seen: set[Candidate] = set()
+        self._checked_whole: set[Candidate] = set()
         self._shuffled = random.Random(num_tokens)
         self._saved = run.clock()
 
     def usable(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those whose results are right; each is looked at once, before it is timed."""
-        return [c for c in candidates if not self._verified(c).rejected]
+        return [c for c in candidates if not self._rejected(c)]
 
     def measure(self, candidates: Sequence[Candidate], rounds: int) -> dict[Candidate, list[float]]:
         """Milliseconds of ``rounds`` new samples of each usable candidate, in another order in each round."""
@@ -112,17 +113,16 @@ class Bench:
             self._save_now_and_then()
         return times
 
-    def samples(self, candidate: Candidate) -> list[float]:
-        """The samples that this search has taken of a candidate."""
-        found = self.record.of(candidate)
-        return [] if found is None else found.ms[: self._taken.get(candidate, 0)]
-
-    def check_whole(self, candidate: Candidate) -> float:
-        """Verify every row of a candidate's result; what is wrong is rejected. Returns the error."""
-        error = self._error(candidate, whole=True)
+    def check_whole(self, candidate: Candidate) -> None:
+        """Verify every row of a candidate's result; what is wrong is rejected."""
         found = self._verified(candidate)
-        found.error, found.rejected = _judged(error)
-        return error
+        found.error, found.rejected = _judged(self._error(candidate, whole=True))
+        self._checked_whole.add(candidate)
+
+    def _rejected(self, candidate: Candidate) -> bool:
+        """What has samples was rejected after them: a resumed run finds out at the same place again."""
+        found = self._verified(candidate)
+        return bool(found.rejected) and (not found.ms or candidate in self._checked_whole)
 
     def _verified(self, candidate: Candidate) -> Measured:
         found = self.record.of(candidate)

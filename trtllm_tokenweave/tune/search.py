@@ -125,7 +125,8 @@ class Search:
             times = compare(benches, finalists, self.out_of_time)
             split, fuse = fastest(times, fuse_only=False), fastest(times, fuse_only=True)
             if fuse is None:
-                raise TokenWeaveError(f"no fuse-only step of {bench.num_tokens} tokens gives the same result twice")
+                counts = " or ".join(str(b.num_tokens) for b in benches)
+                raise TokenWeaveError(f"no fuse-only step of {counts} tokens gives the same result twice")
             at = None if middle is None else middle.num_tokens
             if split is None:
                 return Choice(bench.num_tokens, fuse, None, fuse, None, True, at)

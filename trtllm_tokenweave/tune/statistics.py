@@ -17,11 +17,6 @@ class Interval:
     median: float
     high: float
 
-    @property
-    def width(self) -> float:
-        """Length of the interval."""
-        return self.high - self.low
-
 
 def centre_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
     """The centre of values that are spread alike to both sides, with a confidence interval.
