@@ -7,12 +7,9 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.main import get_command
 
-from trtllm_tokenweave.cli.app import COMMANDS, PROG, build_app
 from trtllm_tokenweave.config import VARIABLES
 from trtllm_tokenweave.plugin_library import Counters
 
@@ -133,7 +130,7 @@ def test_what_counts_as_a_quoted_message() -> None:
     assert quoted(page) == ["a ...", "b"]
 
 
-# ---- counters, variables and commands
+# ---- counters and variables
 
 
 def unnamed(names: Iterable[str], documents: Iterable[Path] = DOCUMENTS) -> list[str]:
@@ -151,47 +148,3 @@ def test_every_variable_is_in_the_documentation() -> None:
     assert {"TOKENWEAVE_TIMEOUT_MS", "NCCL_NVLS_ENABLE"} <= set(cpp)
     assert unnamed([*(variable.name for variable in VARIABLES), *cpp]) == []
     assert unnamed(["TOKENWEAVE_TIMEOUT"]) == ["TOKENWEAVE_TIMEOUT"]
-
-
-def shown_commands(text: str) -> list[list[str]]:
-    """The words behind each ``trtllm-tokenweave`` of a document's code."""
-    code = [*re.findall(r"(?:^    .*\n)+", text, re.MULTILINE), *re.findall(r"`([^`]+)`", text)]
-    lines = [line.partition("#")[0] for block in code for line in block.replace("\\\n", " ").splitlines()]
-    found = []
-    for words in (re.split(r"[\s\"'$(\[\]]+", line.replace(")", " -- ")) for line in lines):
-        for index in (index for index, word in enumerate(words) if word == PROG):
-            ends = (at for at in range(index + 1, len(words)) if words[at] in (PROG, "--"))
-            found.append(words[index + 1 : next(ends, None)])
-    return found
-
-
-@cache
-def command_line() -> Any:
-    return get_command(build_app([command.name for command in COMMANDS]))
-
-
-def refusal(words: list[str]) -> str:
-    """What the command line does not know of a command; empty where it knows all."""
-    command = command_line()
-    while getattr(command, "commands", None) and words and not words[0].startswith("-"):
-        if words[0] == "...":
-            return ""
-        if words[0] not in command.commands:
-            return f"no command {words[0]}"
-        command, words = command.commands[words[0]], words[1:]
-    if command.context_settings.get("ignore_unknown_options"):
-        return ""
-    known = {"--help", *(name for param in command.params for name in (*param.opts, *param.secondary_opts))}
-    given = [word.partition("=")[0] for word in words if word.startswith("--")]
-    return next((f"no option {word}" for word in given if word not in known), "")
-
-
-def test_commands_of_the_documentation_exist() -> None:
-    shown = [(path.name, words) for path in DOCUMENTS for words in shown_commands(path.read_text()) if words]
-    assert {"build", "run", "tune", "triton", "trtllm-build", "mpi-run"} <= {words[0] for _, words in shown}
-    assert [(name, words, why) for name, words in shown if (why := refusal(words))] == []
-
-
-def test_commands_that_do_not_exist_are_found_out() -> None:
-    text = "`trtllm-tokenweave bild`\n\n    mpirun -n 2 trtllm-tokenweave run E --promt x  # --no\n"
-    assert [refusal(words) for words in shown_commands(text)] == ["no option --promt", "no command bild"]
