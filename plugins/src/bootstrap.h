@@ -51,9 +51,9 @@ struct BootstrapOptions {
 /// Ranks of one machine over a Unix socket: rank 0 listens, the others connect and all data goes through rank 0.
 Status connect_bootstrap(const BootstrapOptions& options, std::unique_ptr<Bootstrap>* bootstrap);
 
-/// Rank 0 invents an address and sends it to the group's other ranks with MPI, which the host has initialised. Uses the
+/// Rank 0 sends an address of its process to the group's other ranks with MPI, which the host has initialised. Uses the
 /// MPI library that is loaded, if any. Only Open MPI's binary interface is known. TW_BOOTSTRAP_ERROR: rank 0 sent
-/// nothing within the timeout.
+/// nothing within the timeout. TW_INVALID_ARGUMENT: MPI_COMM_WORLD does not have a rank of the group.
 Status exchange_address_by_mpi(const BootstrapOptions& options, std::string* address);
 
 /// This process's rank in MPI_COMM_WORLD, where the host has initialised Open MPI; else TOKENWEAVE_RANK.

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "env.h"
@@ -52,8 +53,11 @@ void DeviceFree::operator()(void* p) const { (void)cudaFree(p); }
 void HostFree::operator()(void* p) const { (void)cudaFreeHost(p); }
 
 DeviceScope::DeviceScope(int device) {
-  status_ = cuda_status(cudaGetDevice(&previous_), "cudaGetDevice");
-  if (status_.ok() && previous_ != device) status_ = cuda_status(cudaSetDevice(device), "cudaSetDevice");
+  int current = device;
+  status_ = cuda_status(cudaGetDevice(&current), "cudaGetDevice");
+  if (current == device) return;  // cudaSetDevice would replace the caller's context, were it not the primary one
+  previous_ = current;
+  status_ = cuda_status(cudaSetDevice(device), "cudaSetDevice");
 }
 
 DeviceScope::~DeviceScope() {
@@ -161,6 +165,8 @@ Status Group::all_gather(const void* mine, void* all, size_t bytes) {
 Status Group::check() const {
   const FaultCode code = *static_cast<volatile FaultCode*>(&fault_->code);
   if (code == FaultCode::kNone) return {};
+  // The kernel wrote the rest before the code; a host with weak memory order (Grace) must not have read it before.
+  std::atomic_thread_fence(std::memory_order_acquire);
   const FaultRecord& f = *fault_;
   const std::string where = "rank " + std::to_string(f.rank) + " with rank " + std::to_string(f.peer) + " at the " +
                             (f.phase == Phase::kStart ? "start" : "end") + " of a call (CTA " + std::to_string(f.cta) +

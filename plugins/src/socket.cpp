@@ -57,6 +57,13 @@ Status wait_ready(int socket, short events, Deadline deadline) {
   }
 }
 
+/// Whether a process of this user is at the other end: GPU memory is not for strangers.
+bool is_ours(const UniqueFd& connection) {
+  ucred peer{};
+  socklen_t bytes = sizeof peer;
+  return getsockopt(connection.get(), SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.uid == geteuid();
+}
+
 UniqueFd make_socket() { return UniqueFd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)); }
 
 }  // namespace
@@ -80,7 +87,12 @@ Status connect_to(const std::string& address, Deadline deadline, UniqueFd* conne
   while (true) {
     *connection = make_socket();
     if (!*connection) return socket_error("socket");
-    if (connect(connection->get(), reinterpret_cast<sockaddr*>(&parsed.value), parsed.bytes) == 0) return {};
+    if (connect(connection->get(), reinterpret_cast<sockaddr*>(&parsed.value), parsed.bytes) == 0) {
+      if (is_ours(*connection)) return {};
+      *connection = UniqueFd();
+      return error(TW_BOOTSTRAP_ERROR,
+                   "a process of another user listens at " + address + ". Fix: run all ranks as one user");
+    }
     const bool not_yet = errno == ENOENT || errno == ECONNREFUSED || errno == EAGAIN || errno == EINTR;
     if (!not_yet) return socket_error("connecting to rank 0 at " + address);
     if (std::chrono::steady_clock::now() > deadline) {
@@ -99,10 +111,8 @@ Status accept_one(int listener, Deadline deadline, UniqueFd* connection) {
       if (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED) continue;
       return socket_error("accept");
     }
-    ucred peer{};
-    socklen_t bytes = sizeof peer;
-    if (getsockopt(connection->get(), SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.uid == geteuid()) return {};
-    *connection = UniqueFd();  // a stranger: GPU memory is not for it
+    if (is_ours(*connection)) return {};
+    *connection = UniqueFd();
   }
 }
 

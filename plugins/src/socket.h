@@ -16,7 +16,7 @@ using Deadline = std::chrono::steady_clock::time_point;
 /// Listens at "/path" or at "@name" in the abstract namespace. A path left behind by a dead process is replaced.
 Status listen_at(const std::string& address, int backlog, UniqueFd* listener);
 
-/// Tries until the deadline, for the listener may come later.
+/// Tries until the deadline, for the listener may come later. TW_BOOTSTRAP_ERROR at once where it is another user's.
 Status connect_to(const std::string& address, Deadline deadline, UniqueFd* connection);
 
 /// Accepts processes of the same user only. TW_BOOTSTRAP_ERROR at the deadline.

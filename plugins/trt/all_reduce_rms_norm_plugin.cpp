@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "group.h"
+#include "cuda_status.h"
 
 namespace tokenweave::trt {
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <type_traits>
 
-#include "group.h"
+#include "cuda_status.h"
 
 namespace tokenweave::trt {
 

@@ -59,8 +59,7 @@ Status copy_unaliased(const nvinfer1::PluginTensorDesc* descs, const void* const
     if (counters().alias_copies++ == 0) {
       log(Severity::kWARNING,
           "an output of StreamJoin is not aliased to its input and is copied in every step. Fix: build the engine with "
-          "the "
-          "preview feature kALIASED_PLUGIN_IO_10_03");
+          "the preview feature kALIASED_PLUGIN_IO_10_03");
     }
     if (const size_t bytes = bytes_of(descs[i]); bytes > 0) {
       TW_RETURN_IF_ERROR(cuda_status(cudaMemcpyAsync(outputs[i], inputs[i], bytes, cudaMemcpyDeviceToDevice, stream),

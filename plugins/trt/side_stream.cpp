@@ -144,6 +144,7 @@ Status SideStream::enter(const SiteHalf& at, cudaStream_t main) {
 Status SideStream::begin_step(cudaStream_t main) {
   bool capturing = false;
   TW_RETURN_IF_ERROR(is_capturing(main, &capturing));
+  left_over_ = left_over_ || step_.open;
   if (!capturing) TW_RETURN_IF_ERROR(follow_previous_step(main));
   if (step_.open) ++counters().unfinished_steps;
   step_ = {step_.number + 1, std::this_thread::get_id(), main, true};
@@ -153,9 +154,10 @@ Status SideStream::begin_step(cudaStream_t main) {
 
 /// Kernels of a group must not run concurrently.
 Status SideStream::follow_previous_step(cudaStream_t main) {
-  if (step_.open) {  // it failed, and may have left work that nothing waits for
+  if (left_over_) {
     TW_RETURN_IF_ERROR(record(end_.event, stream_.get()));
     TW_RETURN_IF_ERROR(wait_for(main, end_.event));
+    left_over_ = false;
   } else if (end_.recorded && end_.main != main) {
     // One thread that changes streams is put in order; two threads that each keep a stream busy are two contexts at
     // once.

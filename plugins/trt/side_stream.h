@@ -133,7 +133,8 @@ class SideStream : public std::enable_shared_from_this<SideStream> {
   uint64_t staging_bytes_ = 0;
   Step step_;
   End end_;
-  Status refusal_;  // sticky
+  bool left_over_ = false;  // a step failed and may have left work on the communication stream that nothing waits for
+  Status refusal_;          // sticky
 
   std::unique_ptr<RankGroup> group_;  // goes first: it waits for the work that uses the rest
 };

@@ -2,7 +2,9 @@
 #define OMPI_SKIP_MPICXX 1  // the C interface only
 #include <mpi.h>
 
+#include <chrono>
 #include <cstdio>
+#include <string>
 #include <vector>
 
 #include "bootstrap.h"
@@ -10,12 +12,16 @@
 namespace {
 
 /// The group is the world in reverse order, so that group ranks and MPI ranks differ.
-int run(int world_rank, int size) {
+tokenweave::BootstrapOptions reversed(int world_rank, int size) {
   tokenweave::BootstrapOptions options;
   options.rank = size - 1 - world_rank;
   options.size = size;
   for (int rank = 0; rank < size; ++rank) options.mpi_ranks.push_back(size - 1 - rank);
+  return options;
+}
 
+int run(int world_rank, int size) {
+  tokenweave::BootstrapOptions options = reversed(world_rank, size);
   std::unique_ptr<tokenweave::Bootstrap> bootstrap;
   tokenweave::Status status = tokenweave::exchange_address_by_mpi(options, &options.address);
   if (status.ok()) status = tokenweave::connect_bootstrap(options, &bootstrap);
@@ -46,6 +52,27 @@ int run_without_first(int world_rank, int size) {
   return 0;
 }
 
+/// Rank 0 has tried in vain, more often than the others: what it sent then still leads them to it.
+int run_after_failures(int world_rank, int size) {
+  tokenweave::BootstrapOptions options = reversed(world_rank, size);
+  for (int attempt = 0; options.rank == 0 && attempt < 2; ++attempt) {
+    if (!tokenweave::exchange_address_by_mpi(options, &options.address).ok()) return 7;
+  }
+  MPI_Barrier(MPI_COMM_WORLD);
+  return run(world_rank, size);
+}
+
+/// MPI would end the process that asks for a rank which it does not have.
+int run_with_too_few_ranks(int world_rank, int size) {
+  tokenweave::BootstrapOptions options;
+  options.rank = world_rank;
+  options.size = size + 1;
+  const tokenweave::Status status = tokenweave::exchange_address_by_mpi(options, &options.address);
+  if (status.code != TW_INVALID_ARGUMENT) return 8;
+  const std::string last = std::to_string(size);
+  return status.message.find("rank " + last + " of MPI_COMM_WORLD, which has " + last) != std::string::npos ? 0 : 9;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -61,7 +88,10 @@ int main(int argc, char** argv) {
   int found = -1;
   const bool knows_its_rank = tokenweave::world_rank(&found).ok() && found == rank;
   int failed = knows_its_rank ? run_without_first(rank, size) : 4;
+  if (failed == 0) failed = run_with_too_few_ranks(rank, size);
   if (failed == 0) failed = run(rank, size);
+  if (failed == 0) failed = run_after_failures(rank, size);
   MPI_Finalize();
-  return failed;
+  const bool is_refused = tokenweave::exchange_address_by_mpi(lonely, &address).code == TW_BOOTSTRAP_ERROR;
+  return failed == 0 && !is_refused ? 10 : failed;
 }

@@ -89,6 +89,20 @@ TEST(Bootstrap, SaysThatRankZeroIsMissing) {
   EXPECT_NE(text.find("rank 0 does not listen"), std::string::npos) << text;
 }
 
+TEST(Bootstrap, NothingIsSentToAProcessOfAnotherUser) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+  constexpr uid_t kNobody = 65534;
+  for (const int stranger : {0, 1}) {
+    const std::string address = fresh_address();
+    const auto texts = run_processes(2, [&](int rank) {
+      if (rank == stranger && setresuid(kNobody, kNobody, kNobody) != 0) return std::string("setresuid");
+      return connected(options(rank, 2, address, 300), gathered_squares);
+    });
+    EXPECT_NE(texts[0].find("missing rank 1"), std::string::npos) << texts[0];
+    EXPECT_EQ(texts[1], "a process of another user listens at " + address + ". Fix: run all ranks as one user");
+  }
+}
+
 TEST(Bootstrap, AKilledRankIsAnErrorOnAllOthers) {
   for (const int victim : {0, 2}) {
     const std::string address = fresh_address();
@@ -235,8 +249,11 @@ TEST(Environment, ReadsItsVariables) {
   setenv("TOKENWEAVE_TIMEOUT_MS", "70", 1);
   EXPECT_EQ(environment().bootstrap, "@x");
   EXPECT_EQ(environment().timeout_ms, 70u);
-  setenv("TOKENWEAVE_TIMEOUT_MS", "soon", 1);
-  EXPECT_EQ(environment().timeout_ms, 30000u);
+  // 2^32 must not become 0, which is no time at all.
+  for (const char* timeout : {"soon", "0", "-1", "7s", "4294967296"}) {
+    setenv("TOKENWEAVE_TIMEOUT_MS", timeout, 1);
+    EXPECT_EQ(environment().timeout_ms, 30000u) << timeout;
+  }
   setenv("NCCL_NVLS_ENABLE", "0", 1);
   EXPECT_FALSE(environment().multicast);
   unsetenv("NCCL_NVLS_ENABLE");

@@ -55,6 +55,21 @@ TEST(LaunchPlan, FewerTeamsHaveMoreRowsInFlight) {
   EXPECT_EQ(planned(r).shared_bytes, 4u * 3 * 16384);
 }
 
+TEST(LaunchPlan, LeavesRoomForStaticSharedMemory) {
+  // team_sum.cuh, BulkReader's barriers, RankBarrier's state; what the system takes of a CTA from sm_90 on.
+  const size_t sums = sizeof(float) * kMaxTeams * 2 * (kMostThreads / 32), barriers = 8 * kMaxTeams * kMaxStages;
+  const size_t used = sums + barriers + 8 * kMaxRanks, taken = (used + 127) / 128 * 128 + 1024;
+  EXPECT_LE(taken, kStaticSharedBytes);
+  for (int vectors = 1; vectors <= 2048; ++vectors) {
+    LaunchRequest r = request();
+    r.vectors_per_row = vectors;
+    for (const int rows : {100, 2048}) {  // one team of many stages, and many teams
+      r.rows_per_rank = rows;
+      EXPECT_LE(planned(r).shared_bytes + taken, kH200.shared_bytes) << vectors << " vectors, " << rows << " rows";
+    }
+  }
+}
+
 TEST(LaunchPlan, KeepsWithinSharedMemory) {
   LaunchRequest r = request();
   r.kernel = cp_async(2);

@@ -6,7 +6,11 @@
 /// - "Collective" means: every rank of the group calls it, in the same order relative to other collective calls. A rank
 ///   that fails or does not come gives the others an error within the group's timeout, or twice that where rank 0 does
 ///   not come; it never leaves them hanging.
-/// - A group may be used by one host thread at a time, and its kernels must not run concurrently with one another.
+/// - A group may be used by one host thread at a time, and its kernels must not run concurrently with one another, nor
+///   with those of its calls that CUDA graphs replay.
+/// - Kernels wait on the GPU for those of the other ranks, and by default one may take every SM. Where a device serves
+///   several groups, all ranks run their calls in one order: when each GPU starts with another group's, neither ends
+///   before the timeout.
 #pragma once
 
 #include <stddef.h>

@@ -5,7 +5,7 @@
 #include <map>
 
 #include "../kernels/batch_split.h"
-#include "group.h"
+#include "cuda_status.h"
 
 namespace tokenweave {
 

@@ -106,6 +106,22 @@ TEST_F(Contexts, AStepThatFailedIsGivenUp) {
                                  "collective 8 main started none", "record e0 main"}));
 }
 
+TEST_F(Contexts, WhatAFailedStepLeftComesFirstAlsoAfterACapture) {
+  Context a;
+  gpu().failing = "twAllReduceRmsNorm";
+  EXPECT_NE(a.first.run({8, 8}), 0);
+  gpu().failing.clear();
+  gpu().capturing = true;
+  gpu().take();
+  EXPECT_EQ(a.step(), 0);
+  EXPECT_EQ(gpu().take(), (Calls{"collective 8 main started none", "collective 8 main started none"}));
+  gpu().capturing = false;
+  EXPECT_EQ(a.step(), 0);
+  EXPECT_EQ(gpu().take(), (Calls{"record e0 side0", "main waits e0", "collective 8 main started none",
+                                 "collective 8 main started none", "record e0 main"}));
+  EXPECT_EQ(counters().unfinished_steps, 1u);
+}
+
 TEST_F(Contexts, AStepBeginsWithItsFirstSite) {
   Context a;
   EXPECT_NE(a.last.run({8, 8}), 0);
