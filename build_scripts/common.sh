@@ -135,6 +135,23 @@ ensure_python() {
     step "$version (apt-get)" apt_install "$version" || die "apt-get could not install $version"
 }
 
+# Does Python find this folder by a .pth file, as an editable install does? It reads that file in the locale's encoding,
+# also with PYTHONUTF8=1.
+pth_works() {
+    "$PYTHON" -c 'if True:
+        import os, site, sys, tempfile
+        with tempfile.TemporaryDirectory() as folder:
+            with open(os.path.join(folder, "root.pth"), "wb") as file:
+                file.write(os.fsencode(sys.argv[1]))
+            site.addsitedir(folder)
+        sys.exit(sys.argv[1] not in sys.path)' "$ROOT" >>"$LOG" 2>&1
+}
+
+ensure_path() {
+    [[ "$ROOT" != *[![:ascii:]]* ]] || pth_works ||
+        die "Python cannot read the path $ROOT in this locale (${LC_ALL:-${LC_CTYPE:-${LANG:-C}}}). Fix: export LC_ALL=C.UTF-8, or copy the folder to a path of ASCII letters"
+}
+
 ensure_mpi() {
     if ! command -v mpirun >/dev/null; then
         if ! may_apt; then
@@ -225,6 +242,7 @@ set_up() {
         run flock 9
     fi
     ensure_python
+    ensure_path
     ensure_mpi
     ensure_venv
     exec 9>&-

@@ -9,11 +9,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from trtllm_tokenweave import __version__
-from trtllm_tokenweave.atomic import check_folder, replace_file
+from trtllm_tokenweave.atomic import check_folder, replace_files
 from trtllm_tokenweave.picture import Picture, ScheduleBox, ScheduleEdge, draw_schedule
 
 StepKind = Literal["context", "mixed", "generation"]
@@ -159,14 +160,17 @@ def report_html(report: DemoReport, picture: Picture) -> str:
     )
 
 
-def write_plots(title: str, what: str, pictures: Sequence[Picture], path: Path) -> Path:
-    """Write a page of plots to `path`: self-contained, like `report_html`.
+def plots_html(title: str, what: str, facts: Mapping[str, str], pictures: Sequence[Picture]) -> str:
+    """Render a page of plots: self-contained, and escaped, like `report_html`.
 
-    Raises:
-        UserError: The file cannot be written.
+    Args:
+        title: Heading.
+        what: What was measured.
+        facts: How, where and when, by name.
+        pictures: The plots.
     """
     images = [(picture.caption, _image(picture)) for picture in pictures]
-    return _write(path, _render("plots.html.j2", title=title, what=what, images=images).encode("utf-8"))
+    return _render("plots.html.j2", title=title, what=what, facts=facts, images=images)
 
 
 def _render(template: str, **values: Any) -> str:
@@ -189,7 +193,8 @@ def write_report(report: DemoReport, picture: Picture, path: Path) -> Path:
     Raises:
         UserError: The file cannot be written.
     """
-    return _write(path, report_html(report, picture).encode("utf-8"))
+    write_files([(path, report_html(report, picture).encode("utf-8"))])
+    return path
 
 
 def write_picture(picture: Picture, folder: Path, stem: str = "schedule") -> tuple[Path, Path]:
@@ -198,13 +203,32 @@ def write_picture(picture: Picture, folder: Path, stem: str = "schedule") -> tup
     Raises:
         UserError: A file cannot be written.
     """
-    return _write(folder / f"{stem}.png", picture.png), _write(folder / f"{stem}.svg", picture.svg)
+    (png, _), (svg, _) = files = picture_files(picture, folder, stem)
+    write_files(files)
+    return png, svg
 
 
-def _write(path: Path, content: bytes) -> Path:
-    check_folder(path.parent)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return replace_file(path, lambda aside: aside.write_bytes(content))
+def picture_files(picture: Picture, folder: Path, stem: str) -> tuple[tuple[Path, bytes], tuple[Path, bytes]]:
+    """The paths and the contents of a picture's two files."""
+    return (folder / f"{stem}.png", picture.png), (folder / f"{stem}.svg", picture.svg)
+
+
+def write_files(files: Sequence[tuple[Path, bytes]]) -> None:
+    """Write all files or none, making their folders where needed.
+
+    Raises:
+        UserError: A file cannot be written.
+    """
+    folders = dict.fromkeys(path.parent for path, _ in files)
+    for folder in folders:
+        check_folder(folder)
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    replace_files([(path, partial(_fill, content)) for path, content in files])
+
+
+def _fill(content: bytes, aside: Path) -> None:
+    aside.write_bytes(content)
 
 
 __all__ = [
@@ -217,8 +241,10 @@ __all__ = [
     "ScheduleBox",
     "ScheduleEdge",
     "draw_schedule",
+    "picture_files",
+    "plots_html",
     "report_html",
+    "write_files",
     "write_picture",
-    "write_plots",
     "write_report",
 ]

@@ -5,7 +5,12 @@ from __future__ import annotations
 
 import sys
 
-from trtllm_tokenweave.cli.app import main
+try:
+    from trtllm_tokenweave.cli.app import main
+except ModuleNotFoundError as error:
+    FIX = "run ./build_scripts/demo (or pip install .) first, then `trtllm-tokenweave tune` or this by .venv/bin/python"
+    print(f"error: {sys.executable} has no module {error.name}. Fix: {FIX}", file=sys.stderr)
+    sys.exit(2)
 
 if __name__ == "__main__":
     sys.exit(main(["tune", *sys.argv[1:]]))

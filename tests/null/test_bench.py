@@ -253,11 +253,11 @@ def test_plot_of_the_documentation_is_redrawn(tmp_path: Path, capsys: pytest.Cap
     ("words", "message"),
     [
         (["plot", "missing.json"], "cannot be read"),
-        (["plot", "EMPTY"], "no result with a plot: it has no 'rows'"),
-        (["plot", "TEXT"], "no result with a plot: it is no JSON"),
-        (["plot", "DEEP"], "no result with a plot: it is nested too deeply"),
+        (["plot", "EMPTY"], "is no result that has a plot. Fix: give the JSON of bench kernel, stack, e2e or trace"),
+        (["plot", "TEXT"], "no result that has a plot: it is no JSON"),
+        (["plot", "DEEP"], "no result that has a plot: it is nested too deeply"),
         (["plot", "missing.json"], "Fix: check the path"),
-        (["plot", "OVERLAP"], "is a result of bench overlap, which has no plot. Fix: give the JSON of bench kernel"),
+        (["plot", "OVERLAP"], "is no result that has a plot. Fix: give the JSON of bench kernel"),
         (["plot", "GOOD", "--hidden", "17"], "no rows of hidden size 17. Fix: give one that it has: 4096, 5120, 8192"),
         (["kernel", "--tokens", "x"], "no list of numbers"),
         (["kernel", "--tokens", "1024:512:256"], "no list of numbers. Fix: give numbers above 0, separated by commas"),
@@ -299,6 +299,13 @@ def test_bad_use(words: list[str], message: str, tmp_path: Path, capsys: pytest.
     }
     assert main(["bench", *(names.get(word, word) for word in words)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_leaves_no_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, plots = str(ROOT / "docs/results/kernel_tp2.json"), tmp_path / "plots"
+    assert main(["bench", "plot", source, "-o", str(plots), "--report", "/proc/x.html"]) == 2
+    assert "error: /proc: cannot be written" in capsys.readouterr().err
+    assert not plots.exists()
 
 
 def test_a_report_in_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -289,12 +291,51 @@ def test_a_working_directory_that_is_gone_is_one_line(
     assert capsys.readouterr().err == "error: the working directory is gone. Fix: cd to a folder that exists\n"
 
 
-def test_a_file_that_is_missed_elsewhere_is_a_failure(
-    command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("kind", "number"), [(FileNotFoundError, errno.ENOENT), (PermissionError, errno.EACCES)])
+@pytest.mark.parametrize("name", ["nox/f", b"nox/f"])
+def test_an_error_of_the_system_that_names_a_file(
+    kind: type[OSError],
+    number: int,
+    name: str | bytes,
+    command: Callable[[Body], None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command(raiser(FileNotFoundError(2, "No such file or directory", "x")))
-    assert cli.main(["work"]) == 1
-    assert "No such file or directory: 'x'" in capsys.readouterr().err
+    command(raiser(kind(number, os.strerror(number), name)))
+    assert cli.main(["work", "--json"]) == 2
+    out, err = capsys.readouterr()
+    fix = "check the path, and that you may read and write there"
+    assert err == f"error: nox/f: {os.strerror(number)}. Fix: {fix}\n"
+    said = {"kind": "user", "what": os.strerror(number), "where": "nox/f", "fix": fix}
+    assert json.loads(out) == {"error": said}
+
+
+@pytest.mark.parametrize("words", ["inspect nox/f", "shim install --folder nox", "mpi-run --preload nox/f -- true"])
+def test_a_folder_that_may_not_be_looked_into(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    stat = Path.stat
+
+    def refuse(path: Path, **options: Any) -> Any:  # root may look into all
+        if "nox" in path.parts:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert cli.main(words.split()) == 2
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"error: \S*nox\S*: .*[Pp]ermission denied. Fix: .*\n", err), err
+
+
+def test_a_letter_that_the_output_cannot_show_is_no_error(
+    command: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    command(lambda: print("t\xe4 b.json"))
+    assert cli.main(["work"]) == 0
+    assert written.getvalue() == b"t\\xe4 b.json\n"
 
 
 def test_an_error_of_the_system_that_is_not_standard_outputs(

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from support.models import Model, tiny
 from support.stack import Stack
+from support.tuning import CONFIG, measured
 
 import trtllm_tokenweave.recorder as trt
 from trtllm_tokenweave.cli.app import main
 from trtllm_tokenweave.passes import verify
 from trtllm_tokenweave.recorder import store
-from trtllm_tokenweave.table import TableKey, TuningTable
+from trtllm_tokenweave.table import TableKey, TableSource, TuningTable
+from trtllm_tokenweave.waves import table_key
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any, str]:
@@ -168,6 +170,51 @@ def test_bad_input_is_one_line_and_exit_2(
     assert message in document["error"]["what"] + document["error"]["where"]
     assert len(err.strip().splitlines()) == 1
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("preset", "fields", "message"),
+    [
+        ("llama-3.3-70b", {}, ""),
+        ("qwen2.5-72b", {}, "measured with mlp.fc+gate [M, 8192] x [8192, 28672], but [M, 8192] x [8192, 29568]"),
+        ("llama-3.3-70b", {"library": "0.0.9"}, "measured with library 0.0.9, but"),
+    ],
+)
+def test_a_table_is_checked_against_the_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, preset: str, fields: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "table.json"
+    source = TableSource(kind="measurement", measured=measured(**fields))
+    TuningTable(key=table_key(CONFIG, 2, gpu="NVIDIA H200"), source=source).save(path)
+    code, document, _ = call(capsys, "inspect", "--preset", preset, "--tp", "2", "--table", str(path))
+    assert code == (2 if message else 0)
+    if message:
+        assert message in document["error"]["what"]
+        assert document["error"]["where"] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "fields", "message"),
+    [
+        ({}, {}, ""),
+        ({"tp_size": 4}, {}, "made for tp_size 4, but 2 is needed"),
+        ({"hidden_size": 8192}, {}, "made for hidden_size 8192, but"),
+        ({"dtype": "float16"}, {}, "made for dtype float16, but"),
+        ({}, {"library": "0.0.9"}, "measured with library 0.0.9, but"),
+    ],
+)
+def test_a_table_is_checked_against_a_recorded_network(
+    capsys: pytest.CaptureFixture[str], recorded: Path, key: dict[str, Any], fields: dict[str, Any], message: str
+) -> None:
+    path = recorded.parent / "table.json"
+    source = TableSource(kind="measurement", measured=measured(**fields))
+    made = table_key(tiny(), 2, gpu="NVIDIA H200").model_copy(update=key)
+    TuningTable(key=made, source=source).save(path)
+    code, document, _ = call(capsys, "inspect", str(recorded), "--table", str(path))
+    assert code == (2 if message else 0)
+    if message:
+        assert message in document["error"]["what"]
+        assert document["error"]["where"].startswith(str(path))
 
 
 def test_network_without_collectives(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -160,6 +160,11 @@ def test_check_warns_of_rows_that_never_split(tmp_path: Path) -> None:
     assert "good, 2 rows" in text
 
 
+def test_check_warns_of_a_table_without_rows(tmp_path: Path) -> None:
+    text = output("table", "check", write(tmp_path / "t.json"))
+    assert "warning: it has no rows: every step follows the default rule" in text
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("--kind", "foo"), ("--dtype", "foo"), ("--tp", "-3"), ("--tp", "0"), ("--hidden", "0"), ("--gpu", "")],

@@ -117,6 +117,14 @@ def test_the_script_is_the_command() -> None:
     assert "nothing to do" in done.stderr
 
 
+def test_the_script_without_the_package_says_how_to_get_it() -> None:
+    command = [sys.executable, "-I", "-S", str(ROOT / "tuning/tune.py"), "--help"]  # -S: without installed packages
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "has no module trtllm_tokenweave. Fix: run ./build_scripts/demo (or pip install .) first" in line
+
+
 def test_ranges_hold_their_end() -> None:
     assert token_range("64:256:64", "--x") == (64, 128, 192, 256)
     assert token_range("256,64,64", "--x") == (64, 256)

@@ -10,6 +10,7 @@ from support.stack import PLAIN, Stack, options, run, table
 
 import trtllm_tokenweave.recorder as trt
 from trtllm_tokenweave import trt as seam
+from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.passes import WeaveResult, weave
 from trtllm_tokenweave.plugin_specs import SiteKind
 
@@ -53,6 +54,21 @@ def test_other_forms_of_a_site(fields: dict[str, Any]) -> None:
     result = same_as_stock(lambda rank: Stack(rank=rank, **fields))
     assert result.mode == "weave"
     assert len(result.plan.sites) == 4
+
+
+@pytest.mark.parametrize(("field", "value", "needed"), [("tp_size", 4, 2), ("hidden_size", 32, 16)])
+def test_a_table_of_another_model_is_refused(field: str, value: int, needed: int) -> None:
+    foreign = table()
+    foreign = foreign.model_copy(update={"key": foreign.key.model_copy(update={field: value})})
+    network = Stack().build()
+    before = [layer.name for layer in network.layers]
+    for split in (True, False):
+        with pytest.raises(UserError, match=f"made for {field} {value}, but {needed} is needed") as caught:
+            weave(network, options(table=foreign, split=split))
+        assert caught.value.where == f"table: key.{field}"
+        assert caught.value.fix
+    assert [layer.name for layer in network.layers] == before
+    assert weave(network, options()).mode == "weave"
 
 
 def read_twice(stack: Stack, index: int, reduced: trt.ITensor, _total: trt.ITensor) -> None:

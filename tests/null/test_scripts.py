@@ -7,8 +7,9 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ SCRIPTS = (
 PYTHON = """#!/bin/bash
 case "$*" in
     *"sys.exit(sys.version_info"*) [[ -z "${OLD_PYTHON:-}" ]] ;;
+    *addsitedir*) exec "$PYTHON_FOR_PATHS" "$@" ;;
     *ensurepip*) [[ -z "${NO_VENV:-}" ]] ;;
     *"python%d.%d-venv"*) echo python3.11-venv ;;
     *"sys.version_info >= (3, 11)"*) ;;
@@ -241,6 +243,23 @@ def test_a_working_directory_that_is_gone_is_one_line(clone: Clone, tmp_path: Pa
     # The shells themselves say that they cannot find out where they are.
     (line,) = [line for line in done.stderr.splitlines() if "getcwd" not in line]
     assert line == f"error: the working directory {gone} is gone. Fix: cd to a folder that exists"
+
+
+@pytest.mark.parametrize(("locale", "code"), [("C", 1), ("C.UTF-8", 0)])
+def test_a_path_that_the_locale_lacks_is_refused_before_anything_is_fetched(
+    clone: Clone, locale: str, code: int
+) -> None:
+    if sys.version_info >= (3, 13):
+        pytest.skip("this Python reads .pth files as UTF-8 first")
+    root = clone.root.with_name("cl\u00f6ne")
+    clone.root.rename(root)
+    done = replace(clone, root=root).run(LC_ALL=locale, PYTHON_FOR_PATHS=sys.executable)
+    assert done.returncode == code
+    assert clone.called() == ([] if code else FRESH)
+    if code:
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("error: Python cannot read the path ")
+        assert "in this locale (C). Fix: export LC_ALL=C.UTF-8, or copy" in line
 
 
 def test_failed_install_says_why_and_is_repaired_by_the_next_run(clone: Clone) -> None:

@@ -17,6 +17,7 @@ from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.table import (
     Bucket,
     LaunchConfig,
+    MeasuredOn,
     TableRow,
     TableSource,
     TuningTable,
@@ -84,6 +85,60 @@ def test_joined_tables_keep_what_is_common() -> None:
     joined = merge_tables([made(), made(2049, 4096, tensorrt="10.7.0")], ["a", "b"])
     assert joined.source.measured is None
     assert joined.source.kind == "measurement"
+    assert merge_tables([made(), joined.model_copy(update={"rows": ()})], ["a", "b"]).source.measured is None
+
+
+def test_joined_tables_have_the_later_date() -> None:
+    days = ["2026-01-02", "2026-01-03", "2026-01-01"]
+    tables = [made(1025 + 1024 * i, 2048 + 1024 * i, date=day) for i, day in enumerate(days)]
+    assert merge_tables(tables, ["a", "b", "c"]).source.measured == measured(date="2026-01-03")
+
+
+def test_merge_says_that_the_result_cannot_be_checked(tmp_path: Path) -> None:
+    a, b, c, out = (tmp_path / f"{name}.json" for name in ("a", "b", "c", "out"))
+    save_table(made(), a)
+    save_table(made(2049, 4096, tensorrt="10.7.0"), b)
+    save_table(made(2049, 4096, date="2026-02-01"), c)
+    words = ("table", "merge", "-o", out, a)
+    for extra in ((), ("--json",)):
+        lines = run(*words, b, *extra).stderr.splitlines()
+        assert len(lines) == 1
+        assert "cannot be checked against a machine" in lines[0]
+        assert run(*words, c, *extra).stderr == ""
+    # Nothing is lost of a table that did not say it either.
+    save_table(merge_tables([load_table(a), load_table(b)], ["a", "b"]), c)
+    assert run("table", "merge", "-o", out, c, c).stderr == ""
+
+
+@pytest.mark.parametrize("field", [name for name in MeasuredOn.model_fields if name != "gemm"])
+def test_tables_measured_on_something_else_differ(tmp_path: Path, field: str) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    others = {"gemms": {"mlp.fc+gate": (8, 8)}, "symmetric": False, "mode": "graph"}
+    old = getattr(measured(), field)
+    changed: dict[str, Any] = {field: others.get(field, old + 1 if isinstance(old, int) else "2" * 64)}
+    save_table(made(), a)
+    save_table(made(**changed), b)
+    result = run("table", "diff", a, b, "--exit-code")
+    assert result.exit_code == 1
+    assert f"source.measured.{field}" in result.stdout
+    assert " -> " in result.stdout
+    assert "equal" not in result.stdout
+    assert run("table", "diff", b, b, "--exit-code").exit_code == 0
+
+
+def test_a_table_that_does_not_say_on_what_it_was_measured_differs(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    save_table(made(), a)
+    source = TableSource(kind="measurement", text="a test", gemm="trt")
+    save_table(made().model_copy(update={"source": source}), b)
+    assert "source.measured.tensorrt: 10.6.0 -> none" in run("table", "diff", a, b).stdout
+    assert json.loads(run("table", "diff", b, a, "--json").stdout)["head"]["source.measured.sms"] == [None, 132]
+
+
+def test_equal_is_the_same_as_no_difference() -> None:
+    """Also where the GEMMs in effect are the same, as with "budget" given or left out."""
+    bare, said = (made().model_copy(update={"source": TableSource(gemm=gemm)}) for gemm in (None, "budget"))
+    assert diff_tables(bare, said).head == {"source.gemm": (None, "budget")}
 
 
 def test_joined_tables_keep_whose_gemms_they_have(tmp_path: Path) -> None:
@@ -141,6 +196,40 @@ def test_all_that_differs_is_named() -> None:
 def test_a_table_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(UserError, match="tp_size 4, but made for 2"):
         check_measured(made(tp_size=4), Here())
+    with pytest.raises(UserError, match="gpu NVIDIA H100, but made for NVIDIA H200"):
+        check_measured(made(gpu="NVIDIA H100"), Here())
+    anywhere = made().model_copy(update={"key": table_key(CONFIG, 2)})
+    check_measured(anywhere, Here())
+
+
+def test_collectives_leave_sms_to_the_gemms_of_a_row_that_splits() -> None:
+    check_measured(made(sms=10), Here())
+    for sms, left in ((9, 1), (8, 0), (4, 0)):
+        with pytest.raises(UserError, match=rf"row batch 1\.\. tokens 1025\.\.2048: 8 CTAs leave {left} of {sms} SMs"):
+            check_measured(made(sms=sms), Here())
+    table = made(sms=8)
+    rows = tuple(table.rows[0].model_copy(update={"tokens": Bucket(lo=lo)}) for lo in (1025, 2049))
+    with pytest.raises(UserError, match=r"1025\.\. \(and 1 more\)"):
+        check_measured(table.model_copy(update={"rows": rows}), Here())
+    # Nothing runs beside the collectives of a row that does not.
+    whole = rows[0].model_copy(update={"mode": "fuse", "split_offset": 0})
+    check_measured(table.model_copy(update={"rows": (whole,)}), Here())
+
+
+@pytest.mark.parametrize("version", ["10.6.0", "10.6", "10", "10.6.0.26", "10.6.0.post1"])
+def test_versions_are_compared_in_the_parts_that_both_have(version: str) -> None:
+    assert differences(measured(), Here(tensorrt=version)) == []
+    assert differences(measured(tensorrt=version), Here(tensorrt="10.6.0")) == []
+
+
+@pytest.mark.parametrize("version", ["10.6.1", "10.60.0", "10.7", "1", "10.6.0b1", "10.6.1.26", ""])
+def test_other_versions_are_not_the_same(version: str) -> None:
+    assert len(differences(measured(), Here(tensorrt=version))) == 1
+    assert len(differences(measured(tensorrt=version), Here(tensorrt="10.6.0"))) == 1
+
+
+def test_versions_differ_in_a_part_that_only_longer_ones_have() -> None:
+    assert differences(measured(tensorrt="10.6.0.26"), Here(tensorrt="10.6.0.27"))
 
 
 def test_check_refuses_stale_and_foreign_tables(tmp_path: Path) -> None:
@@ -148,11 +237,18 @@ def test_check_refuses_stale_and_foreign_tables(tmp_path: Path) -> None:
     save_table(made(), path)
     good = ("--gpu", H200, "--tensorrt", "10.6.0", "--preset", "llama-3.3-70b")
     assert run("table", "check", path, *good).exit_code == 0
+    assert run("table", "check", path, "--tensorrt", "10.6.0.26").exit_code == 0
     assert "tensorrt 10.6.0, but 10.7.0" in refusal("table", "check", path, "--tensorrt", "10.7.0").what
+    for text in ("banana", "", "10.", "v10.6.0", "10.6.0 "):
+        error = refusal("table", "check", path, "--tensorrt", text)
+        assert (error.where, error.what) == ("--tensorrt", f'"{text}" is no version')
     assert "mlp.fc+gate" in refusal("table", "check", path, "--preset", "qwen2.5-72b").what
     assert "gpu" in refusal("table", "check", path, "--gpu", "NVIDIA H100").where
     save_table(made(library="0.0.1"), path)
     assert "library 0.0.1" in refusal("table", "check", path).what
+    for contradiction, what in (({"sms": 8}, "leave 0 of 8 SMs"), ({"gpu": "NVIDIA H100"}, "made for NVIDIA H200")):
+        save_table(made(**contradiction), path)
+        assert what in refusal("table", "check", path).what
 
 
 def test_check_warns_where_a_measurement_cannot_be_checked(tmp_path: Path) -> None:
@@ -184,6 +280,7 @@ def test_shipped_tables_are_whole_and_were_measured() -> None:
         assert table.source.kind == "measurement", path
         assert table.source.measured is not None, path
         assert table.warnings() == (), path
+        check_measured(table, Here(table.key.gpu), where=str(path))
         beside = json.loads((path.parent / f"{path.stem}.measurements.json").read_text())
         assert beside["table_sha256"] == table.sha256, path
 
@@ -206,8 +303,8 @@ def test_a_shipped_table_is_taken_for_its_gpu_and_shapes(tmp_path: Path) -> None
     ("tp_size", "here", "said"),
     [
         (8, Here(H200), "none was measured for NVIDIA H200, tp_size 8"),
-        (2, Here("NVIDIA H100"), "none was measured for NVIDIA H100"),
-        (2, Here(), "an unknown GPU"),
+        (2, Here("NVIDIA H100"), "for NVIDIA H100, tp_size 2, these shapes; there is one for NVIDIA H200)"),
+        (2, Here(), "an unknown GPU, tp_size 2, these shapes; there is one for NVIDIA H200)"),
         (2, Here(H200, "10.7.0"), "llama.json: measured with tensorrt 10.6.0, but 10.7.0 is here"),
         (2, Here(H200, library="2.0"), "llama.json: measured with library 0.1.0, but 2.0 is here"),
         (2, Here(H200, symmetric=False), "measured with collectives in place, but here they work through a copy"),
@@ -237,7 +334,10 @@ def test_other_shapes_of_the_same_key_are_not_enough(tmp_path: Path) -> None:
     folder(tmp_path)
     other = CONFIG.model_copy(update={"intermediate_size": 2 * CONFIG.intermediate_size})
     assert table_key(other, 2, gpu=H200) == made().key
-    assert choose_table(other, 2, Here(H200), folder=tmp_path).file is None
+    for gpu in (H200, "NVIDIA H100"):
+        chosen = choose_table(other, 2, Here(gpu), folder=tmp_path)
+        assert chosen.file is None
+        assert "there is one" not in chosen.said
 
 
 def test_a_given_table_is_checked(tmp_path: Path) -> None:
@@ -258,6 +358,19 @@ def test_plan_says_which_table_it_takes(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "1152+896" in text
     text = " ".join(run(*words, "--gpu", "NVIDIA H100").stdout.split())
     assert "no table fits (none was measured for NVIDIA H100" in text
+    text = " ".join(run(*words, "--gpu", "nvidia h200").stdout.split())
+    assert "there is one for NVIDIA H200" in text
+    text = " ".join(run(*words, "--tp", "4", "--gpu", "nvidia h200").stdout.split())
+    assert "none was measured for nvidia h200" in text
+    assert "there is one" not in text
+
+
+@pytest.mark.parametrize("gpu", ["", "x" * 64])
+@pytest.mark.parametrize("extra", [(), ("--predict",), ("--json",)])
+def test_plan_refuses_what_is_no_name(gpu: str, extra: tuple[str, ...]) -> None:
+    error = refusal("plan", "--preset", "llama-3.3-70b", "--tp", "2", "--tokens", "2048", "--gpu", gpu, *extra)
+    assert error.where == "--gpu"
+    assert error.fix
 
 
 def test_plan_shows_every_step_of_a_shipped_table() -> None:

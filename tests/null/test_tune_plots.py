@@ -13,6 +13,8 @@ from support.tuning import FakeRunner, bowl, measured, run_tuner
 from trtllm_tokenweave.bench import tune_plots
 from trtllm_tokenweave.bench.tune_plots import pictures_of
 from trtllm_tokenweave.cli.app import main
+from trtllm_tokenweave.table import TableKey, default_table
+from trtllm_tokenweave.table.files import save_table
 from trtllm_tokenweave.tune.candidates import Candidate
 from trtllm_tokenweave.tune.tuner import measurements
 
@@ -171,6 +173,19 @@ def test_every_result_is_drawn_by_one_command(tuned: dict[str, Any], tmp_path: P
         assert "http://" not in text.replace("http://www.w3.org", "")
 
 
+def test_the_page_says_how_where_and_when(tmp_path: Path) -> None:
+    document = json.loads((ROOT / "docs/results/stack_tp2.json").read_text())
+    path, page = tmp_path / "stack.json", tmp_path / "stack.html"
+    path.write_text(json.dumps(document | {"command": "bench <b>stack</b> & more"}))
+    assert main(["bench", "plot", str(path), "--report", str(page)]) == 0
+    text = page.read_text()
+    machine = document["machine"]
+    for said in (document["date"], document["method"], machine["gpus"][0], machine["tensorrt"], "NCCL_NVLS_ENABLE=0"):
+        assert said in text
+    assert "<td>bench &lt;b&gt;stack&lt;/b&gt; &amp; more</td>" in text
+    assert "<b>" not in text
+
+
 def test_buckets_without_a_split_are_drawn(tuned: dict[str, Any]) -> None:
     def losing(num_tokens: int, candidate: Candidate) -> float:
         return bowl(num_tokens, candidate, gain=-0.02)
@@ -190,3 +205,63 @@ def test_a_damaged_result_is_refused(
     path.write_text(json.dumps(document))
     assert main(["bench", "plot", str(path)]) == 2
     assert "bad.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["docs/results/build_memory_tp2.json", "docs/results/cpp_step_tp2.json", "docs/results/predict_check.json"]
+)
+def test_what_has_no_plot_is_told_from_what_has(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "plot", str(ROOT / name)]) == 2
+    assert f"{Path(name).name}: is no result that has a plot. Fix: give the JSON of" in capsys.readouterr().err
+
+
+def test_a_table_has_no_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "table.json"
+    save_table(default_table(TableKey(tp_size=2, hidden_size=64, dtype="bfloat16")), path)
+    assert main(["bench", "plot", str(path)]) == 2
+    assert "is no result that has a plot" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "said"),
+    [
+        ("stack", "rows.3.stock_ms", None, "rows[3]: has no 'stock_ms', which a result of bench stack"),
+        ("kernel", "rows.2.hidden", None, "rows[2]: has no 'hidden', which a result of bench kernel"),
+        *(("stack", "rows.1.stock_ms", value, "rows[1].stock_ms: is no time") for value in ("0", "-1", "NaN", '"1"')),
+        *(
+            ("e2e", "sweep.1.woven_ms", value, "sweep[1].woven_ms: is no time")
+            for value in ("Infinity", "1" + "0" * 400)
+        ),
+        ("kernel", "rows.2.peers.nccl+norm", "1e999", "rows[2].peers.nccl+norm: is no time"),
+        ("kernel", "rows.2.num_tokens", "0", "rows[2].num_tokens: is no size"),
+        ("kernel", "rows.2.num_tokens", "1" + "0" * 400, "rows[2].num_tokens: is no size"),
+        ("kernel", "rows.2.ctas", "1" + "0" * 400, "rows[2].ctas: is no finite number"),
+        ("tune", "held_out.0.by_ctas.4", "0.0", "held_out[0].by_ctas.4: is no time"),
+        ("kernel", "rows.2.num_tokens", "64", ""),  # what is in order is drawn
+    ],
+)
+def test_values_that_no_plot_can_show_are_refused(
+    name: str, field: str, value: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads((ROOT / f"docs/results/{name}_tp2.json").read_text())
+    *parents, last = (int(part) if part.isdigit() and part != "4" else part for part in field.split("."))
+    at = document
+    for part in parents:
+        at = at[part]
+    assert last in at
+    del at[last]
+    if value is not None:
+        at[last] = "VALUE"
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps(document).replace('"VALUE"', value or ""))
+    assert main(["bench", "plot", str(path)]) == (2 if said else 0)
+    assert f"{path}: {said}" in capsys.readouterr().err or not said
+    assert bool(said) == (list(tmp_path.iterdir()) == [path])
+
+
+def test_a_trace_may_lack_a_kind_of_steps(tmp_path: Path) -> None:
+    row = {"num_tokens": 64, "max_num_tokens": 64, "stock_ms": 2.0, "woven_ms": 1.0}
+    kinds = {name: {"prefill": 1.0, "mixed": 1.0, "decode": 0.0} for name in ("stock", "woven")}
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"rows": [row | {"kinds_ms": kinds}]}))
+    assert main(["bench", "plot", str(path)]) == 0

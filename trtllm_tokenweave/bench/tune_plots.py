@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, pairwise
 from typing import TYPE_CHECKING, Any
 
+from trtllm_tokenweave.bench.results import CHECK, JITTER, STACK, TRACE, TUNE, Kind, kind_of
 from trtllm_tokenweave.picture import Picture, drawing_style, save_figure
 from trtllm_tokenweave.schedule import DEFAULT_GRANULARITY, split_point
 from trtllm_tokenweave.waves import GemmShape, Tile, wave_count
@@ -284,14 +285,17 @@ def draw_sweep(sweep: Sequence[Document], x: str) -> Picture:
     return _figure(f"CTA sensitivity of {of}, by tokens", draw, "Time by CTAs of the collectives.")
 
 
+#: What draws each kind of result but the kernel's, which has one plot a hidden size.
+_DRAW: Mapping[Kind, Callable[[Document], dict[str, Picture]]] = {
+    TUNE: tune_pictures,
+    CHECK: check_pictures,
+    JITTER: lambda document: {"jitter": draw_jitter(document)},
+    TRACE: trace_pictures,
+    STACK: stack_pictures,
+}
+
+
 def pictures_of(document: Document) -> dict[str, Picture]:
     """The pictures of any of these results, by name; none for what is not one of them."""
-    if "buckets" in document:
-        return tune_pictures(document)
-    if "held_out" in document:
-        return check_pictures(document)
-    if "jitter" in document:
-        return {"jitter": draw_jitter(document)}
-    if "rows" in document and document["rows"] and "stock_ms" in document["rows"][0]:
-        return trace_pictures(document) if "max_num_tokens" in document["rows"][0] else stack_pictures(document)
-    return {}
+    kind = kind_of(document)
+    return {} if kind is None or kind not in _DRAW else _DRAW[kind](document)

@@ -3,7 +3,7 @@
 Exit codes:
     0: done.
     1: the work itself failed (a check did not hold, or something unexpected).
-    2: bad input or bad usage, or output that cannot be written; nothing was written.
+    2: bad input or bad usage, or a file or output that cannot be read or written; nothing was written.
     130: interrupted from the keyboard.
     141: whoever read the output has gone away (``| head``), as of a program that SIGPIPE ends.
 
@@ -16,6 +16,7 @@ outputs that differ) raises ``typer.Exit(1)`` instead of an error.
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import re
@@ -182,6 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = list(sys.argv[1:] if argv is None else argv)
     report = _ErrorReport(as_json="--json" in args)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # What the output's encoding lacks, such as a letter of a file's name, is no reason to end.
+        sys.stdout.reconfigure(errors="backslashreplace")
     # The first word that is no option names the command: the options of the program itself take no values.
     named = [word for word in args if not word.startswith("-")][:1]
     if not any(command.passes_on and command.name in named for command in COMMANDS):
@@ -208,6 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report.say("user", "the working directory is gone", error, fix="cd to a folder that exists")
         if error.filename is None and drop_dead_stdout():
             return report.stdout_failed(error)
+        if error.filename is not None:
+            where, fix = os.fsdecode(error.filename), "check the path, and that you may read and write there"
+            return report.say("user", error.strerror or type(error).__name__, error, where=where, fix=fix)
         return report.say("failure", f"{type(error).__name__}: {error}", error)
     except SystemExit as error:
         # click and rich end with 1, as a check that did not hold does, where standard output is a broken pipe.

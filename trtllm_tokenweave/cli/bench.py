@@ -11,14 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from trtllm_tokenweave.atomic import check_folder, check_target, replace_file, same_file
-from trtllm_tokenweave.errors import CHECK_PATH, UserError
+from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.model_config import preset as model_preset
-from trtllm_tokenweave.report import Picture, write_picture, write_plots
+from trtllm_tokenweave.report import Picture, picture_files, plots_html, write_files
 
 LOADERS = ("auto", "cp_async", "bulk", "push")  # bench/kernel.py knows them, and needs torch
 
-#: Whose results have plots.
-_DRAWN = "give the JSON of bench kernel, stack, e2e or trace, or of tune: other results have no plot"
 _NUMBERS = "give numbers above 0, separated by commas: 512,1024"
 
 app = typer.Typer(no_args_is_help=True, help="Measure on the GPUs of this machine; redraw plots.")
@@ -304,6 +302,8 @@ def plot(
     as_json: AsJson = False,
 ) -> None:
     """Redraw the plots of a result (PNG and SVG)."""
+    from trtllm_tokenweave.bench.results import facts
+
     if report is not None:
         _check_report(report, result)
     document, pictures = _pictures(result, hidden)
@@ -314,9 +314,12 @@ def plot(
             raise UserError("is the name of one of its plots", where=str(result), fix="name the result NAME.json")
         if report is not None and same_file(path, report):
             raise UserError(f"{report} is the name of a plot", where="--report", fix="name the page NAME.html")
-    written = [path for stem, drawn in stems.items() for path in write_picture(drawn, folder, stem)]
+    files = [file for stem, drawn in stems.items() for file in picture_files(drawn, folder, stem)]
     if report is not None:
-        written.append(write_plots(result.stem, str(document.get("what", "")), list(pictures.values()), report))
+        page = plots_html(result.stem, str(document.get("what", "")), facts(document), list(pictures.values()))
+        files.append((report, page.encode("utf-8", "backslashreplace")))  # JSON may hold half a letter
+    write_files(files)
+    written = [path for path, _ in files]
     if as_json:
         print(json.dumps({"written": [str(path) for path in written]}))
     else:
@@ -330,6 +333,7 @@ def _check_report(report: Path, result: Path) -> None:
     if same_file(report, result):
         raise UserError(f"{report} is the result to draw", where="--report", fix=fix)
     check_target(report)
+    check_folder(report.parent)
     try:
         with report.open("rb") as file:
             head = file.read(512).lstrip().lower()
@@ -357,32 +361,19 @@ def _plots_folder(result: Path, output: Path | None) -> Path:
 def _pictures(result: Path, hidden: int) -> tuple[dict[str, Any], dict[str, Picture]]:
     """A result and its pictures by name; the only one of bench kernel has none."""
     from trtllm_tokenweave.bench.plots import draw_kernel, kernel_rows
+    from trtllm_tokenweave.bench.results import KERNEL, read_result
     from trtllm_tokenweave.bench.tune_plots import pictures_of
 
+    document, kind = read_result(result)
     try:
-        document = json.loads(result.read_text())
-        found = pictures_of(document)
-        if not found and "gemm_us" in document:
-            raise UserError("is a result of bench overlap, which has no plot", where=str(result), fix=_DRAWN)
-        if not found and kernel_rows(document, hidden):
-            found = {"": draw_kernel(document, hidden)}
-        sizes = () if found else sorted({int(row["hidden"]) for row in document["rows"]})
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(result), fix=CHECK_PATH) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StopIteration) as error:
-        raise UserError(f"is no result with a plot: {_lack(error)}", where=str(result), fix=_DRAWN) from None
-    if not found and not sizes:
-        raise UserError("has no rows", where=str(result), fix=_DRAWN)
-    if not found:
-        fix = f"give one that it has: {', '.join(map(str, sizes))}"
-        raise UserError(f"{result} has no rows of hidden size {hidden}", where="--hidden", fix=fix)
-    return document, found
-
-
-def _lack(error: Exception) -> str:
-    """What a file must lack to end in an exception of Python."""
-    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return f"it is no JSON ({error})"
-    if isinstance(error, KeyError):
-        return f"it has no {error}"
-    return "it is nested too deeply" if isinstance(error, RecursionError) else "its values are of another kind"
+        if kind != KERNEL:
+            return document, pictures_of(document)
+        if kernel_rows(document, hidden):
+            return document, {"": draw_kernel(document, hidden)}
+    except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+        lack = f"it has no {error}" if isinstance(error, KeyError) else "its values are of another kind"
+        what = f"is no whole result of {kind.name}: {lack}"
+        raise UserError(what, where=str(result), fix="measure again, or mend the file") from None
+    sizes = sorted({row["hidden"] for row in document["rows"]})
+    fix = f"give one that it has: {', '.join(map(str, sizes))}"
+    raise UserError(f"{result} has no rows of hidden size {hidden}", where="--hidden", fix=fix)

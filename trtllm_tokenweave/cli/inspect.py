@@ -29,7 +29,8 @@ from trtllm_tokenweave.recorder import RecordedNetwork
 from trtllm_tokenweave.recorder.enums import TRT_NAMES
 from trtllm_tokenweave.recorder.trtllm_plugins import ALL_REDUCE
 from trtllm_tokenweave.table import TableKey, TuningTable, load_table
-from trtllm_tokenweave.waves import default_table, table_key
+from trtllm_tokenweave.table.measured import Here, check_measured
+from trtllm_tokenweave.table.shipped import choose_table
 
 DEFAULT_TP_SIZE = 8
 
@@ -77,7 +78,11 @@ def inspect_(
         mapping = mapping_of(recorded, network, rank)
         if tp is not None and tp != mapping.tp_size:
             raise UserError(f"{tp}, but {network} was recorded for {mapping.tp_size}", where="--tp", fix="leave it out")
-        tuning = load_table(table) if table is not None else network_table(recorded, mapping)
+        tuning = network_table(recorded, mapping)
+        if table is not None:
+            expected, tuning = tuning.key, load_table(table)
+            tuning.check_key(expected, where=str(table))
+            check_measured(tuning, Here(), where=str(table))
     else:
         tp_size = DEFAULT_TP_SIZE if tp is None else tp
         mapping = _mapping(tp_size, rank)
@@ -85,9 +90,7 @@ def inspect_(
             max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, reduce_fusion=reduce_fusion
         )
         config, recorded = _build(preset_, checkpoint, mapping, limits)
-        tuning = load_table(table) if table is not None else default_table(config, tp_size)
-        if table is not None:
-            tuning.check_key(table_key(config, tp_size).model_dump(exclude={"gpu"}), where=str(table))
+        tuning = choose_table(config, tp_size, Here(), given=table).table
     built = time.perf_counter() - started
     found = already_woven(recorded)
     result = weave(

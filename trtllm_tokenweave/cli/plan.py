@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trtllm_tokenweave.cli.console import make_console, print_whole
-from trtllm_tokenweave.cli.table import print_json, read_tokens
+from trtllm_tokenweave.cli.table import option_key, print_json, read_tokens
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.model_config import ModelConfig
 from trtllm_tokenweave.model_config import preset as model_preset
@@ -31,6 +31,7 @@ from trtllm_tokenweave.waves import (
     gemm_shapes,
     plan_waves,
     seed_offsets,
+    table_key,
 )
 
 DEFAULT_TOKENS = "1,256,512,1024,1536,2048,3072,4096,8192,16384"
@@ -131,10 +132,16 @@ def plan(
 
 
 def _table(config: ModelConfig, tp: int, sms: int, given: Path | None, gpu: str | None) -> tuple[TuningTable, str]:
-    """The table of the steps, and which it is in words."""
+    """The table of the steps, and which it is in words.
+
+    Raises:
+        UserError: The table was made for something else, or no GPU is called as --gpu says.
+    """
     if given is None and gpu is None:
         rule = default_table(config, tp, sms=sms)
         return rule, f"table: {rule.source.kind}, {rule.source.text}"
+    if gpu is not None:
+        option_key(table_key(config, tp).model_dump() | {"gpu": gpu})
     chosen = choose_table(config, tp, Here(gpu), given=given)
     return chosen.table, chosen.said
 

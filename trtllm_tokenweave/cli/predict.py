@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ _GEMMS: Mapping[Gemms, str] = {
     "trt": "TensorRT's GEMMs",
     "budget": "GEMMs that keep off the SMs of the collective beside them",
 }
+_FABRICS = {"peer": "peer memory, without multicast", "multimem": "multicast"}
+_KINDS = {"dense": "dense model", "moe": "mixture of experts"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Prediction:
             "machine": {
                 "name": machine.name,
                 "what": machine.data.what,
+                "stock": machine.data.stock,
+                "fabric": machine.data.fabric,
                 "source": machine.data.source,
                 "date": machine.data.date,
                 "gemms": machine.gemms.data.source,
@@ -72,7 +76,7 @@ class Prediction:
         machine, workload = self.predictor.machine, self.predictor.workload
         title = f"{self.preset}, tp_size {workload.tp_size}, prefill of {_sequences(workload.batch)}, {machine.name}"
         view = Table(
-            *("tokens", "stock ms", "best ms", "no comm", "fuse only", "even", "best", "halves", "CTAs"),
+            *("tokens", "stock ms", "best split ms", "no comm", "fused", "even", "best", "halves", "CTAs"),
             title=title,
             box=box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
@@ -91,9 +95,11 @@ class Prediction:
                 "-" if best is None else f"{best.attention_ctas}/{best.mlp_ctas}",
             )
         print_whole(console, view)
+        stock = f"stock here: {machine.data.stock}; ours: {_FABRICS[machine.data.fabric]}"
+        console.print(stock, markup=False, highlight=False)
         console.print(
-            "Predicted, not measured; ratios to stock. No comm: stock without its all-reduces. Even, best: woven at "
-            "half and at the best split, with "
+            "Predicted, not measured; ratios to stock. No comm: stock without its all-reduces. Fused: not split. Even, "
+            "best: woven at half and at the best split, with "
             f"{_GEMMS[self.predictor.gemms]}. CTAs: of the best split's attention/MLP collective.",
             highlight=False,
         )
@@ -101,10 +107,25 @@ class Prediction:
         console.print(f"GEMMs: {machine.gemms.data.source} ({machine.gemms.data.date})", markup=False, highlight=False)
         for note in self.notes:
             console.print(f"note: {note}", markup=False, highlight=False)
-        for error in self.errors:
-            what = "ratios" if error.unit == "ratio" else "milliseconds"
-            text = f"{what} off where checked: worst {error.worst:+.1%}, mean {error.mean:.1%}, {error.source}"
+        for text in self._trust():
             console.print(text, markup=False, highlight=False)
+
+    def _trust(self) -> Iterator[str]:
+        """How far whole steps of such a model were off, and in one line how far parts were."""
+        kind = self.predictor.workload.config.kind
+        whole = [error for error in self.errors if error.about == kind]
+        for error in whole:
+            what = "ratios" if error.unit == "ratio" else "milliseconds"
+            yield f"{what} off where checked: worst {error.worst:+.1%}, mean {error.mean:.1%}, {error.source}"
+        if not whole:
+            yield f"no step of a {_KINDS[kind]} was checked on {self.predictor.machine.name}"
+        parts = [error for error in self.errors if error.about == "parts"]
+        if parts:
+            worst = max((error.worst for error in parts), key=abs)
+            mean = sum(error.mean * error.rows for error in parts) / sum(error.rows for error in parts)
+            what = f"kernels, and layers with a stand-in for attention ({len(parts)} checks)"
+            yield f"ratios and milliseconds off where checked: worst {worst:+.1%}, mean {mean:.1%}, {what}"
+        yield "all checks: docs/prediction.md; those of this machine: --json"
 
 
 def make_prediction(

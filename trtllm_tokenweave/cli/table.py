@@ -7,6 +7,8 @@ exits with 0 when the table is valid, warnings or not.
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,7 +95,8 @@ def _print_diff(result: TableDiff, names: tuple[Path, Path], as_json: bool) -> N
     if result.same:
         console.print("the tables are equal")
     for name, (left, right) in result.head.items():
-        console.print(f"{name}: {left} -> {right}", markup=False)
+        values = " -> ".join("none" if value is None else str(value) for value in (left, right))
+        console.print(f"{name}: {values}", markup=False)
     for title, rows in ((f"only in {names[0]}", result.only_a), (f"only in {names[1]}", result.only_b)):
         if rows:
             console.print(_rows_table(title, rows))
@@ -116,8 +119,12 @@ def merge(
             raise UserError(
                 f"{output} is one of the tables to join", where="--output", fix="write the result to another file"
             )
-    table = merge_tables([load_table(file) for file in files], [str(file) for file in files])
+    tables = [load_table(file) for file in files]
+    table = merge_tables(tables, [str(file) for file in files])
     save_table(table, output)
+    if table.source.measured is None and any(part.source.measured is not None for part in tables):
+        why = "the tables differ in what they were measured on"
+        print(f"note: {why}, so {output} does not say it and cannot be checked against a machine", file=sys.stderr)
     _print_written(table, output, (), as_json)
 
 
@@ -141,6 +148,8 @@ def check(
     """
     table = load_table(file)
     config = model_preset(preset) if preset else None
+    if tensorrt is not None and not _VERSION.fullmatch(tensorrt):
+        raise UserError(f'"{tensorrt}" is no version', where="--tensorrt", fix="write it as in 10.6.0")
     if here:
         machine = this_machine()
         gpu, tensorrt = gpu or machine.gpu, tensorrt or machine.tensorrt
@@ -149,7 +158,7 @@ def check(
     if config is not None:
         expected = table_key(config, table.key.tp_size).model_dump(exclude={"gpu", "tp_size"}) | expected
     # A value that no table can have is the option's fault, not the table's.
-    _key({**table.key.model_dump(), **expected})
+    option_key({**table.key.model_dump(), **expected})
     table.check_key(expected, where=str(file))
     gemms = None if config is None else layer_gemms(gemm_shapes(config, table.key.tp_size))
     check_measured(table, Here(gpu, tensorrt, gemms), where=str(file))
@@ -186,17 +195,23 @@ def from_paper(
     """Convert a published configuration to a table."""
     if same_file(file, output):
         raise UserError(f"{output} is the configuration to convert", where="--output", fix="write to another file")
-    key = _key({"gpu": gpu, "tp_size": tp, "hidden_size": hidden, "dtype": dtype, "model_kind": kind})
+    key = option_key({"gpu": gpu, "tp_size": tp, "hidden_size": hidden, "dtype": dtype, "model_kind": kind})
     table, notes = load_paper_config(file, PaperTarget(key))
     save_table(table, output)
     _print_written(table, output, notes, as_json)
 
 
+# "10.6", "10.6.0.26", and the spellings of Python's packages: "10.0.0b6", "10.0.1.post1".
+_VERSION = re.compile(r"\d+(\.\d+)*(\.?[a-z]+\d+)?")
 _OPTIONS = {"gpu": "--gpu", "tp_size": "--tp", "hidden_size": "--hidden", "dtype": "--dtype", "model_kind": "--kind"}
 
 
-def _key(fields: dict[str, Any]) -> TableKey:
-    """A table key made of options; a wrong value becomes a UserError that names the option."""
+def option_key(fields: dict[str, Any]) -> TableKey:
+    """A table key made of options.
+
+    Raises:
+        UserError: A value that no table can have; names the option.
+    """
     try:
         return TableKey.model_validate(fields)
     except ValidationError as error:
@@ -208,7 +223,7 @@ def _key(fields: dict[str, Any]) -> TableKey:
 
 def print_json(document: Any) -> None:
     """Print one JSON document on stdout."""
-    typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    typer.echo(json.dumps(document, indent=2))
 
 
 def read_tokens(text: str) -> tuple[int, ...]:

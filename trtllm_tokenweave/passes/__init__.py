@@ -45,6 +45,7 @@ def weave(network: Any, options: WeaveOptions) -> WeaveResult:
         options: See :class:`WeaveOptions`.
 
     Raises:
+        UserError: the table was made for another tp_size or hidden_size; the network is then as it was.
         TokenWeaveError: when the checker finds a fault in the pass's own work; refusals are no errors, they are
             listed in the plan, and the network is then as it was.
     """

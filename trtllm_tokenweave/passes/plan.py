@@ -95,6 +95,9 @@ def make_plan(network: Any, options: WeaveOptions) -> WeavePlan:
     Args:
         network: A network definition, real or recorded.
         options: See :class:`WeaveOptions`.
+
+    Raises:
+        UserError: the table was made for another tp_size or hidden_size.
     """
     graph = Graph(network)
     found, refused = find_sites(graph)
@@ -114,6 +117,7 @@ def make_plan(network: Any, options: WeaveOptions) -> WeavePlan:
     plan = WeavePlan(options, tuple(sites), tuple(refused), None)
     if not sites:
         return plan
+    _check_table(graph, plan)
     region, more = _plan_region(graph, plan)
     return replace(
         plan,
@@ -122,6 +126,12 @@ def make_plan(network: Any, options: WeaveOptions) -> WeavePlan:
         tokens_ref=_tokens_ref(graph, sites[0].residual),
         batch_ref="context_lengths" if "context_lengths" in graph.inputs else None,
     )
+
+
+def _check_table(graph: Graph, plan: WeavePlan) -> None:
+    """Refuse a table that was made for another model, as far as the mapping and the sites tell."""
+    key = {"tp_size": plan.options.mapping.tp_size, "hidden_size": graph.shape(plan.sites[0].residual)[-1]}
+    plan.options.table.check_key({name: value for name, value in key.items() if value != -1})
 
 
 def _tokens_ref(graph: Graph, entry: str) -> str:

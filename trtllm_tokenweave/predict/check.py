@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trtllm_tokenweave.predict.data import Role, SourceError, Unit
+from trtllm_tokenweave.predict.data import About, Role, SourceError, Unit
 
 ROLES: Mapping[Role, str] = {
     "check": "other times than the parameters were fitted to",
@@ -31,6 +31,7 @@ class CheckRow:
     predicted: float
     case: str = ""
     unit: Unit = "ratio"
+    about: About = "parts"
 
     @property
     def error(self) -> float:
@@ -80,6 +81,7 @@ def errors(rows: Iterable[CheckRow]) -> dict[str, tuple[SourceError, ...]]:
             SourceError(
                 source=source,
                 role=found[0].role,
+                about=found[0].about,
                 unit=found[0].unit,
                 rows=len(found),
                 worst=round(max(found, key=lambda row: abs(row.error)).error, 5),

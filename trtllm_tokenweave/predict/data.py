@@ -19,6 +19,9 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # "same setting as the fit": other times than the fit's, but of the same GEMM and collective, CTAs in the same range.
 Role = Literal["check", "same setting as the fit", "fit"]
 Unit = Literal["ratio", "ms"]
+# Whole steps with real attention of a dense model or of a mixture of experts; parts: a kernel by itself, or layers with
+# a stand-in for attention.
+About = Literal["dense", "moe", "parts"]
 _Count = Annotated[int, Field(gt=0, le=2**30)]
 # What timing a single kernel with events adds to it: what an empty kernel reads so, less what it reads in a chain.
 # Kernels of a step follow each other, so that it is taken off every value.
@@ -115,6 +118,7 @@ class MachineData(_Frozen):
         source: Where the numbers come from.
         date: When they were measured or published.
         machine: GPUs, link, versions.
+        stock: The stock network's all-reduce and norm, in words.
         fabric: Of the fused kernel.
         tp_size: GPUs of the measurement.
         hidden_size: Of the measurement.
@@ -136,6 +140,7 @@ class MachineData(_Frozen):
     source: str
     date: str
     machine: str
+    stock: str
     fabric: Literal["peer", "multimem"]
     tp_size: Annotated[int, Field(ge=2)]
     hidden_size: _Count
@@ -187,6 +192,7 @@ class SourceError(_Frozen):
 
     source: str
     role: Role
+    about: About
     unit: Unit
     rows: int
     worst: float

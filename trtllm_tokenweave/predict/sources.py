@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.model_config import preset
 from trtllm_tokenweave.predict.check import CheckRow
-from trtllm_tokenweave.predict.data import FittedMachine, Role
+from trtllm_tokenweave.predict.data import About, FittedMachine, Role
 from trtllm_tokenweave.predict.fit import FIT_MAX_TOKENS, FIT_MODEL, PIECES_MACHINE, STEPS_MACHINE, measured_steps
 from trtllm_tokenweave.predict.gemm import BYTES
 from trtllm_tokenweave.predict.machine import Machine, make_machine
@@ -85,19 +85,20 @@ class _Step:
     num_tokens: int
     measured_ms: Mapping[str, float]
     predicted_us: Mapping[str, float]
+    about: About
     case: str = ""
 
     def ratio(self, variant: str, role: Role = "check") -> CheckRow:
         """A variant's time as a share of stock's."""
         measured, predicted = (times[variant] / times["stock"] for times in (self.measured_ms, self.predicted_us))
         source = f"{self.source}: {variant} / stock"
-        return CheckRow(self.machine, source, role, self.num_tokens, measured, predicted, self.case)
+        return CheckRow(self.machine, source, role, self.num_tokens, measured, predicted, self.case, about=self.about)
 
     def ms(self, variant: str, role: Role = "check") -> CheckRow:
         """A variant's time in milliseconds."""
         measured, predicted = self.measured_ms[variant], self.predicted_us[variant] / 1000
         source = f"{self.source}: {variant} ms"
-        return CheckRow(self.machine, source, role, self.num_tokens, measured, predicted, self.case, unit="ms")
+        return CheckRow(self.machine, source, role, self.num_tokens, measured, predicted, self.case, "ms", self.about)
 
 
 def _steps(machine: Machine, model: str) -> Iterator[CheckRow]:
@@ -114,6 +115,7 @@ def _steps(machine: Machine, model: str) -> Iterator[CheckRow]:
             row.num_tokens,
             {"stock": row.stock, "no communication": row.no_comm, "best split": row.weave},
             {"stock": time.stock_us, "no communication": time.no_comm_us, "best split": time.best.us},
+            made.workload.config.kind,
             "extrapolated" if beyond else "",
         )
         role: Role = "fit" if model == FIT_MODEL and not beyond else "check"
@@ -250,7 +252,9 @@ def _own_step(
         "fuse_only": made.fuse_only_us(num_tokens, 0)[0],
         **woven_us,
     }
-    return _Step(made.machine.name, source, num_tokens, measured_ms, predicted)
+    workload = made.workload
+    about: About = "parts" if workload.stand_in_keys else workload.config.kind
+    return _Step(made.machine.name, source, num_tokens, measured_ms, predicted, about)
 
 
 class _E2eRow(BaseModel):

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.table.files import table_error
-from trtllm_tokenweave.table.model import SourceKind, TableKey, TableRow, TableSource, TuningTable
+from trtllm_tokenweave.table.measured import gemm_text
+from trtllm_tokenweave.table.model import MeasuredOn, SourceKind, TableKey, TableRow, TableSource, TuningTable
 
 # From the weakest claim to the strongest: a joined table claims no more than its weakest part.
 _STRENGTH: tuple[SourceKind, ...] = ("default", "capability", "measurement")
@@ -29,13 +30,14 @@ class TableDiff:
     """What differs between two tables, a and b.
 
     Attributes:
-        head: Field outside of the rows ("key.gpu", "granularity", ...) -> (value in a, value in b).
+        head: Field outside of the rows ("key.gpu", "source.measured.date", ...) -> (value in a, value in b); None: the
+            table does not have it.
         only_a: Rows whose buckets b does not have.
         only_b: Rows whose buckets a does not have.
         changed: Rows with the same buckets and other content.
     """
 
-    head: dict[str, tuple[str | int, str | int]]
+    head: dict[str, tuple[str | int | None, str | int | None]]
     only_a: tuple[TableRow, ...]
     only_b: tuple[TableRow, ...]
     changed: tuple[RowChange, ...]
@@ -57,8 +59,9 @@ def diff_tables(a: TuningTable, b: TuningTable) -> TableDiff:
         fields = tuple(name for name in TableRow.model_fields if getattr(row, name) != getattr(other, name))
         if fields:
             changed.append(RowChange(row, other, fields))
+    values = {name: (head_a.get(name), head_b.get(name)) for name in [*head_a, *head_b]}
     return TableDiff(
-        head={name: (value, head_b[name]) for name, value in head_a.items() if value != head_b[name]},
+        head={name: (left, right) for name, (left, right) in values.items() if left != right},
         only_a=tuple(row for where, row in rows_a.items() if where not in rows_b),
         only_b=tuple(row for where, row in rows_b.items() if where not in rows_a),
         changed=tuple(changed),
@@ -67,6 +70,8 @@ def diff_tables(a: TuningTable, b: TuningTable) -> TableDiff:
 
 def merge_tables(tables: Sequence[TuningTable], names: Sequence[str]) -> TuningTable:
     """Join tables of the same key; equal rows are kept once.
+
+    What they were measured on is kept where it is the same but for the date, with the last one; else left out.
 
     Args:
         tables: At least one.
@@ -95,8 +100,8 @@ def merge_tables(tables: Sequence[TuningTable], names: Sequence[str]) -> TuningT
             merged.append(row)
             owners.append(name)
     kind = min((table.source.kind for table in tables), key=_STRENGTH.index)
+    measured = _common([table.source.measured for table in tables])
     # Rows of several measurements have no common one to be compared with; their GEMMs are the same (_check_joinable).
-    measured = first.source.measured if all(t.source.measured == first.source.measured for t in tables) else None
     gemm = first.gemm if measured is None and first.gemm != "budget" else None
     text = "; ".join(dict.fromkeys(table.source.text for table in tables if table.source.text))
     try:
@@ -111,10 +116,26 @@ def merge_tables(tables: Sequence[TuningTable], names: Sequence[str]) -> TuningT
         raise table_error(error, "merged table") from error
 
 
-def _head(table: TuningTable) -> dict[str, str | int]:
-    head: dict[str, str | int] = {f"key.{name}": getattr(table.key, name) for name in TableKey.model_fields}
+def _common(all_measured: Sequence[MeasuredOn | None]) -> MeasuredOn | None:
+    """What all were measured on, of the last day; None where they differ in more than the day."""
+    found = [measured for measured in all_measured if measured is not None]
+    if len(found) < len(all_measured):
+        return None
+    last = max(found, key=lambda measured: measured.date)
+    return last if all(measured.model_copy(update={"date": last.date}) == last for measured in found) else None
+
+
+def _head(table: TuningTable) -> dict[str, str | int | None]:
+    head: dict[str, str | int | None] = {f"key.{name}": getattr(table.key, name) for name in TableKey.model_fields}
     head |= {"granularity": table.granularity, "min_tokens": table.min_tokens, "gemm": table.gemm}
-    return head | {"source.kind": table.source.kind, "source.text": table.source.text}
+    head |= {f"source.{name}": getattr(table.source, name) for name in ("kind", "text", "gemm")}
+    measured = table.source.measured
+    if measured is None:
+        return head
+    # Whose GEMMs it had is the table's "gemm".
+    fields = measured.model_dump(exclude={"gemm", "gemms"})
+    head |= {f"source.measured.{name}": value for name, value in fields.items()}
+    return head | {f"source.measured.gemms.{name}": gemm_text(shape) for name, shape in measured.gemms.items()}
 
 
 def _check_joinable(first: TuningTable, table: TuningTable, first_name: str, name: str) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from trtllm_tokenweave import __version__
 from trtllm_tokenweave.errors import UserError
-from trtllm_tokenweave.table.model import MeasuredOn, TuningTable
+from trtllm_tokenweave.table.launch import CLUSTER
+from trtllm_tokenweave.table.model import ANY_GPU, MeasuredOn, TuningTable
 
 if TYPE_CHECKING:
     from trtllm_tokenweave.waves import GemmShape
@@ -41,13 +42,14 @@ def differences(measured: MeasuredOn, here: Here) -> list[str]:
     found = []
     for name in ("gpu", "tensorrt", "library"):
         have, needed = getattr(measured, name), getattr(here, name)
-        if needed is not None and have != needed:
-            found.append(f"measured with {name} {have}, but {needed} is here")
+        if needed is None or have == needed or (name == "tensorrt" and _same_version(have, needed)):
+            continue
+        found.append(f"measured with {name} {have}, but {needed} is here")
     if here.gemms is not None:
         for name in dict.fromkeys([*measured.gemms, *here.gemms]):
             before, now = measured.gemms.get(name), here.gemms.get(name)
             if before != now:
-                found.append(f"measured with {name} {_shape(before)}, but {_shape(now)} is needed")
+                found.append(f"measured with {name} {gemm_text(before)}, but {gemm_text(now)} is needed")
     return found
 
 
@@ -60,7 +62,7 @@ def other_memory(measured: MeasuredOn, here: Here) -> str:
 
 
 def check_measured(table: TuningTable, here: Here, *, where: str = "table") -> None:
-    """Refuse a measured table that is stale or foreign.
+    """Refuse a measured table that is stale or foreign, or contradicts what it was measured on.
 
     Tables that were not measured pass; so do measured ones that do not say on what (tables joined of several, or made
     by hand): there is nothing to compare.
@@ -71,11 +73,31 @@ def check_measured(table: TuningTable, here: Here, *, where: str = "table") -> N
     measured = table.source.measured
     if measured is None:
         return
-    found = differences(measured, here)
-    if measured.tp_size != table.key.tp_size:
-        found.append(f"measured with tp_size {measured.tp_size}, but made for {table.key.tp_size}")
+    found = [*differences(measured, here), *_contradictions(table, measured)]
     if found:
         raise UserError("; ".join(found), where=where, fix=_AGAIN)
+
+
+def _same_version(a: str, b: str) -> bool:
+    """Whether two versions are the same in all parts that both have: 10.6.0.26 is 10.6.0, and 10.6."""
+    return all(x == y for x, y in zip(a.split("."), b.split("."), strict=False))
+
+
+def _contradictions(table: TuningTable, measured: MeasuredOn) -> list[str]:
+    """Why a table cannot come from its measurement, one sentence each."""
+    found = []
+    if measured.tp_size != table.key.tp_size:
+        found.append(f"measured with tp_size {measured.tp_size}, but made for {table.key.tp_size}")
+    if table.key.gpu not in (ANY_GPU, measured.gpu):
+        found.append(f"measured with gpu {measured.gpu}, but made for {table.key.gpu}")
+    beside = [(row, max(row.attention.ctas, row.mlp.ctas)) for row in table.rows if row.mode == "weave"]
+    full = [(row, ctas) for row, ctas in beside if measured.sms - ctas < CLUSTER]
+    if full:
+        row, ctas = full[0]
+        more = f" (and {len(full) - 1} more)" if len(full) > 1 else ""
+        left = f"{ctas} CTAs leave {max(measured.sms - ctas, 0)} of {measured.sms} SMs to the GEMMs"
+        found.append(f"row batch {row.batch} tokens {row.tokens}{more}: {left}, which need {CLUSTER}")
+    return found
 
 
 def layer_gemms(shapes: Sequence[GemmShape]) -> dict[str, tuple[int, int]]:
@@ -83,5 +105,6 @@ def layer_gemms(shapes: Sequence[GemmShape]) -> dict[str, tuple[int, int]]:
     return {shape.name: (shape.n, shape.k) for shape in shapes}
 
 
-def _shape(shape: tuple[int, int] | None) -> str:
+def gemm_text(shape: tuple[int, int] | None) -> str:
+    """A GEMM's shapes in words, of its (n, k)."""
     return "nothing" if shape is None else f"[M, {shape[1]}] x [{shape[1]}, {shape[0]}]"

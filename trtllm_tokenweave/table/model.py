@@ -259,8 +259,8 @@ class TuningTable(BaseModel):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def warnings(self) -> tuple[str, ...]:
-        """What is allowed but does nothing: weave rows that no step can reach or that never split, one line each."""
-        lines = []
+        """What is allowed but does nothing: no rows, and weave rows that no step can reach or that never split."""
+        lines = [] if self.rows else ["it has no rows: every step follows the default rule"]
         for row in self.rows:
             hi = row.tokens.hi
             if row.mode == "fuse":

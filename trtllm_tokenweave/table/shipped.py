@@ -84,16 +84,21 @@ def choose_table(
         measured = table.source.measured
         texts = [table.source.kind, table.source.text, "" if measured is None else other_memory(measured, here)]
         return Chosen(table, f"table: {given} ({', '.join(text for text in texts if text)})", given)
-    reasons = []
+    reasons, others = [], []
     for path, table in shipped_tables(folder).items():
-        if here.gpu is None or table.key != key:
-            continue
         measured = table.source.measured
+        if here.gpu is None or table.key != key:
+            fits = table.key.model_copy(update={"gpu": key.gpu}) == key
+            if fits and (measured is None or measured.gemms == here.gemms):
+                others.append(table.key.gpu)
+            continue
         stale = [] if measured is None else [*differences(measured, here), other_memory(measured, here)]
         if not any(stale):
             text = table.source.text if measured is None else f"{table.source.text}, TensorRT {measured.tensorrt}"
             return Chosen(table, f"table: {path.name}, which comes with this package ({text})", path)
         reasons.append(f"{path.name}: {'; '.join(text for text in stale if text)}")
     rule = default_table(config, tp_size)
-    why = "; ".join(reasons) or f"none was measured for {here.gpu or 'an unknown GPU'}, tp_size {tp_size}, these shapes"
-    return Chosen(rule, f"no table fits ({why}): {rule.source.text}")
+    if not reasons:
+        reasons.append(f"none was measured for {here.gpu or 'an unknown GPU'}, tp_size {tp_size}, these shapes")
+        reasons += [f"there is one for {gpu}" for gpu in dict.fromkeys(others)]
+    return Chosen(rule, f"no table fits ({'; '.join(reasons)}): {rule.source.text}")
