@@ -1,138 +1,28 @@
-"""Hugging Face and TensorRT-LLM checkpoint folders: written tiny, read back, and every refusal."""
+"""Hugging Face checkpoint folders: written tiny, read back, and every refusal."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from safetensors.numpy import save_file
+from support.checkpoints import ALL, LLAMA, Tensors, hugging_face_json, rewrite, same, write_hugging_face, write_trtllm
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from trtllm_tokenweave.checkpoint import (
     HuggingFaceCheckpoint,
     RandomCheckpoint,
-    TrtllmCheckpoint,
-    full_shapes,
     numpy_dtype,
     open_checkpoint,
 )
 from trtllm_tokenweave.cli.app import main
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.mapping import Mapping
-from trtllm_tokenweave.model_config import ModelConfig, make_config
-
-Array = NDArray[Any]
-Tensors = dict[str, Array]
-
-SIZES: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_size": 6,
-    "intermediate_size": 12,
-    "vocab_size": 21,
-    "max_position_embeddings": 64,
-    "norm_epsilon": 1e-6,
-    "rotary_base": 5e5,
-}
-LLAMA3 = {
-    "type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-LLAMA = make_config("", SIZES | {"architecture": "LlamaForCausalLM", "rotary_scaling": LLAMA3})
-QWEN = make_config("", SIZES | {"architecture": "Qwen2ForCausalLM", "qkv_bias": True})
-MIXTRAL = make_config("", SIZES | {"architecture": "MixtralForCausalLM", "moe": {"num_experts": 3, "top_k": 2}})
-ALL = pytest.mark.parametrize("config", [LLAMA, QWEN, MIXTRAL], ids=["llama", "qwen2", "mixtral"])
-
-
-def full_tensors(config: ModelConfig) -> Tensors:
-    """The model's tensors in its dtype; the router, which stays float32 in a network, in float32."""
-    checkpoint = RandomCheckpoint(config, seed=5)
-    tensors = {name: checkpoint.read_full(name) for name in full_shapes(config)}
-    dtype = numpy_dtype(config.dtype)
-    return {name: t if name.endswith("moe.gate.weight") else t.astype(dtype) for name, t in tensors.items()}
-
-
-def hugging_face_json(config: ModelConfig) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "architectures": [config.architecture],
-        "torch_dtype": config.dtype,
-        "head_dim": config.head_size,
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": config.rotary_base,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "rope_scaling": None,
-        "sliding_window": None,
-    }
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
-        data[name] = getattr(config, name)
-    for name in ("intermediate_size", "vocab_size", "max_position_embeddings"):
-        data[name] = getattr(config, name)
-    if config.rotary_scaling:
-        data["rope_scaling"] = config.rotary_scaling.model_dump()
-        data["rope_scaling"]["rope_type"] = data["rope_scaling"].pop("type")
-    if config.moe:
-        data |= {"num_local_experts": config.moe.num_experts, "num_experts_per_tok": config.moe.top_k}
-    return data
-
-
-def trtllm_json(config: ModelConfig, tp_size: int) -> dict[str, Any]:
-    data = config.model_dump()
-    moe = data.pop("moe")
-    data |= {
-        "moe": {"num_experts": 0, "top_k": 0, "normalization_mode": None},
-        "mapping": {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1, "cp_size": 1, "moe_ep_size": 1},
-        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
-        "hidden_act": "swiglu" if moe else "silu",
-        "attn_bias": data.pop("qkv_bias"),
-        "position_embedding_type": "rope_gpt_neox",
-        "logits_dtype": "float32",
-        "use_parallel_embedding": False,
-    }
-    if moe:
-        data["moe"] = {"num_experts": moe["num_experts"], "top_k": moe["top_k"], "normalization_mode": 1}
-    return data
-
-
-def write_hugging_face(folder: Path, config: ModelConfig = LLAMA, **changes: Any) -> Tensors:
-    tensors = full_tensors(config)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(hugging_face_json(config) | changes))
-    return tensors
-
-
-def write_trtllm(folder: Path, config: ModelConfig = LLAMA, tp_size: int = 2, **changes: Any) -> None:
-    checkpoint = RandomCheckpoint(config, seed=5)
-    for rank in range(tp_size):
-        save_file(checkpoint.rank_weights(Mapping(tp_size, rank, tp_size)), folder / f"rank{rank}.safetensors")
-    (folder / "config.json").write_text(json.dumps(trtllm_json(config, tp_size) | changes))
-
-
-def rewrite(path: Path, change: Callable[[Tensors], object]) -> None:
-    from safetensors.numpy import load_file
-
-    tensors: Tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
-def same(found: Tensors, expected: Tensors) -> None:
-    assert set(found) == set(expected)
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        np.testing.assert_array_equal(found[name], tensor)
+from trtllm_tokenweave.model_config import ModelConfig
 
 
 @ALL
@@ -324,128 +214,6 @@ def test_hugging_face_weight_refusals(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(UserError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
         open_checkpoint(tmp_path)
-
-
-@ALL
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_trtllm_round_trip(tmp_path: Path, config: ModelConfig, tp_size: int) -> None:
-    write_trtllm(tmp_path, config, tp_size)
-    checkpoint = open_checkpoint(tmp_path)
-    assert isinstance(checkpoint, TrtllmCheckpoint)
-    assert checkpoint.config == config
-    assert checkpoint.tokenizer() is None
-    for rank in range(tp_size):
-        mapping = Mapping(tp_size, rank, tp_size)
-        found = checkpoint.rank_weights(mapping)
-        same(found, RandomCheckpoint(config, seed=5).rank_weights(mapping))
-        assert not any(tensor.flags.writeable for tensor in found.values())
-
-
-def test_trtllm_legacy_fields_and_dtype(tmp_path: Path) -> None:
-    write_trtllm(tmp_path, MIXTRAL, 2)
-    data = trtllm_json(MIXTRAL, 2)
-    del data["moe"], data["mapping"], data["head_size"]
-    data |= {"moe_num_experts": 3, "moe_top_k": 2, "moe_normalization_mode": 0, "tp_size": 2, "pp_size": 1}
-    data |= {"num_attention_heads": 4, "head_size": 6}
-    (tmp_path / "config.json").write_text(json.dumps(data))
-    checkpoint = open_checkpoint(tmp_path, dtype="float32")
-    assert checkpoint.config.moe is not None
-    assert not checkpoint.config.moe.renormalize
-    assert checkpoint.rank_weights(Mapping(2, 1, 2))["lm_head.weight"].dtype == np.float32
-
-
-def test_trtllm_shared_and_sharded_embedding(tmp_path: Path) -> None:
-    write_trtllm(tmp_path, LLAMA, 2, share_embedding_table=True)
-    whole = RandomCheckpoint(LLAMA, seed=5).rank_weights(Mapping())["transformer.vocab_embedding.weight"]
-    padded = np.concatenate([whole, np.zeros((1, 16), whole.dtype)])
-    for rank in range(2):
-        rewrite(tmp_path / f"rank{rank}.safetensors", lambda held: held.pop("lm_head.weight"))
-    found = open_checkpoint(tmp_path).rank_weights(Mapping(2, 1, 2))
-    np.testing.assert_array_equal(found["lm_head.weight"], padded[11:])
-    for dim, shards in enumerate((np.split(padded, 2, axis=0), np.split(whole, 2, axis=1))):
-        changes = {"share_embedding_table": True, "use_parallel_embedding": True, "embedding_sharding_dim": dim}
-        (tmp_path / "config.json").write_text(json.dumps(trtllm_json(LLAMA, 2) | changes))
-        for rank, shard in enumerate(shards):
-            piece = {"transformer.vocab_embedding.weight": np.ascontiguousarray(shard)}
-            rewrite(tmp_path / f"rank{rank}.safetensors", lambda held, piece=piece: held.update(piece))  # type: ignore[misc]
-        found = open_checkpoint(tmp_path).rank_weights(Mapping(2, 1, 2))
-        np.testing.assert_array_equal(found["transformer.vocab_embedding.weight"], whole)
-        np.testing.assert_array_equal(found["lm_head.weight"], padded[11:])
-
-
-def test_trtllm_other_tp_size_says_how_to_convert(tmp_path: Path) -> None:
-    write_trtllm(tmp_path)
-    with pytest.raises(UserError, match=r"is sharded for tp_size 2, not 4.*convert_checkpoint.py --tp_size 4"):
-        open_checkpoint(tmp_path).rank_weights(Mapping(4, 0, 4))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"architecture": "GPTForCausalLM"}, r"field architecture: 'GPTForCausalLM' is not served"),
-        ({"architecture": 7}, "field architecture: is 7, expected a string"),
-        ({"dtype": "fp8"}, "field dtype: 'fp8'"),
-        ({"vocab_size": None}, "field vocab_size: is missing"),
-        ({"quantization": {"quant_algo": "FP8"}}, r"field quantization.quant_algo: 'FP8' quantization is not served"),
-        ({"quantization": {"kv_cache_quant_algo": "INT8"}}, r"field quantization.kv_cache_quant_algo"),
-        ({"quantization": []}, "field quantization: is .*, expected an object"),
-        ({"mapping": {"tp_size": 2, "pp_size": 2}}, r"field mapping.pp_size: 2 is not served.*pp_size 1"),
-        ({"mapping": {"tp_size": 2, "moe_ep_size": 2}}, "field mapping.moe_ep_size"),
-        ({"attn_bias": True}, "field attn_bias"),
-        ({"hidden_act": "gelu"}, "field hidden_act"),
-        ({"position_embedding_type": "learned_absolute"}, "field position_embedding_type"),
-        ({"residual_multiplier": 0.2}, "field residual_multiplier"),
-        ({"moe": {"num_experts": 4, "top_k": 2, "normalization_mode": 3}}, "field moe.normalization_mode"),
-        ({"mapping": {"tp_size": 5}}, "tp_size 5 is larger than the model's 4 attention heads"),
-        ({"mapping": {"tp_size": 4}}, "rank2.safetensors: does not exist"),
-    ],
-)
-def test_trtllm_config_refusals(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    write_trtllm(tmp_path, **changes)
-    with pytest.raises(UserError, match=message) as caught:
-        open_checkpoint(tmp_path)
-    assert caught.value.fix
-
-
-def test_trtllm_tensors_that_the_model_would_ignore_are_refused(tmp_path: Path) -> None:
-    write_trtllm(tmp_path)
-    path = tmp_path / "rank0.safetensors"
-    table = {"embed_positions_for_gpt_attention": np.ones(3, np.float32)}
-    rewrite(path, lambda held: held.update(table))
-    assert "lm_head.weight" in open_checkpoint(tmp_path).rank_weights(Mapping(2, 0, 2))
-    name = "transformer.layers.0.attention.q_layernorm.weight"
-    rewrite(path, lambda held: held.update({name: np.ones(6, np.float32)}))
-    with pytest.raises(UserError, match=rf"rank0.safetensors: .*does not read the tensors {name}"):
-        open_checkpoint(tmp_path).rank_weights(Mapping(2, 0, 2))
-    (tmp_path / "config.json").write_text(json.dumps(trtllm_json(LLAMA, 2) | {"num_hidden_layers": 1}))
-    with pytest.raises(UserError, match=r"does not read the tensors transformer.layers.\S+, .* and \d+ more"):
-        open_checkpoint(tmp_path).rank_weights(Mapping(2, 1, 2))
-
-
-def test_trtllm_damaged_weights_are_found_at_load(tmp_path: Path) -> None:
-    write_trtllm(tmp_path)
-    name = "transformer.layers.1.mlp.proj.weight"
-    bad = np.zeros((16, 6), numpy_dtype("bfloat16"))
-    bad[3, 2] = np.nan
-    rewrite(tmp_path / "rank1.safetensors", lambda held: held.update({name: bad}))
-    assert name in open_checkpoint(tmp_path).rank_weights(Mapping(2, 0, 2))
-    with pytest.raises(UserError, match=rf"rank1.safetensors: tensor {name} holds NaN or infinite values"):
-        open_checkpoint(tmp_path).rank_weights(Mapping(2, 1, 2))
-
-
-def test_trtllm_weight_refusals(tmp_path: Path) -> None:
-    write_trtllm(tmp_path)
-    name = "transformer.layers.1.attention.qkv.weight"
-    rewrite(tmp_path / "rank0.safetensors", lambda held: held.pop(name))
-    rewrite(tmp_path / "rank1.safetensors", lambda held: held.update({name: np.zeros((24, 8), np.float16)}))
-    checkpoint = open_checkpoint(tmp_path)
-    with pytest.raises(UserError, match=rf"rank0.safetensors: tensor {name} of shape \(24, 16\) is missing"):
-        checkpoint.rank_weights(Mapping(2, 0, 2))
-    with pytest.raises(UserError, match=rf"rank1.safetensors: tensor {name} has shape \(24, 8\), expected \(24, 16\)"):
-        checkpoint.rank_weights(Mapping(2, 1, 2))
-    rewrite(tmp_path / "rank1.safetensors", lambda held: held.update({name: np.zeros((24, 16), np.int32)}))
-    with pytest.raises(UserError, match=rf"tensor {name} has dtype I32"):
-        checkpoint.rank_weights(Mapping(2, 1, 2))
 
 
 def test_neither_kind_of_folder(tmp_path: Path) -> None:
