@@ -1,9 +1,8 @@
-// The C functions: argument checks, and nothing thrown past this file.
+// The C functions.
 #include <cstring>
-#include <exception>
-#include <new>
 
 #include "all_reduce_rms_norm.h"
+#include "c_api.h"
 #include "group.h"
 #include "tokenweave/tokenweave.h"
 
@@ -13,41 +12,10 @@ struct TwGroup {
 
 namespace {
 
+using tokenweave::check_struct;
 using tokenweave::error;
+using tokenweave::guarded;
 using tokenweave::Status;
-
-TwCode report(const Status& result, TwStatus* status) {
-  if (status != nullptr) {
-    status->code = result.code;
-    std::strncpy(status->message, result.message.c_str(), sizeof status->message - 1);
-    status->message[sizeof status->message - 1] = '\0';
-  }
-  return result.code;
-}
-
-template <typename Body>
-TwCode guarded(TwStatus* status, Body body) noexcept {
-  try {
-    return report(body(), status);
-  } catch (const std::bad_alloc&) {
-    return report({TW_OUT_OF_MEMORY, {}}, status);
-  } catch (const std::exception& exception) {
-    return report({TW_INTERNAL, exception.what()}, status);
-  } catch (...) {
-    return report({TW_INTERNAL, {}}, status);
-  }
-}
-
-template <typename Struct>
-Status check_struct(const Struct* value, const char* name) {
-  if (value == nullptr) return error(TW_INVALID_ARGUMENT, std::string(name) + " is null");
-  if (value->struct_bytes != sizeof(Struct)) {
-    return error(TW_INVALID_ARGUMENT, std::string(name) + ".struct_bytes is " + std::to_string(value->struct_bytes) +
-                                          ", not " + std::to_string(sizeof(Struct)) +
-                                          ". Fix: build with the header of library " + twVersion());
-  }
-  return {};
-}
 
 Status check_group(const TwGroup* group) {
   return group != nullptr ? Status{} : error(TW_INVALID_ARGUMENT, "group is null");

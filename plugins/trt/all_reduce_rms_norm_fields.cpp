@@ -4,12 +4,11 @@
 #include <cstring>
 #include <set>
 
+#include "../kernels/kernel_args.h"
 #include "data_type.h"
 
 namespace tokenweave::trt {
 namespace {
-
-constexpr int32_t kMaxHidden = 16384;
 
 Status bad(const std::string& what) { return error(TW_INVALID_ARGUMENT, what); }
 

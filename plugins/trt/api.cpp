@@ -1,13 +1,12 @@
 // The library's entry points: TensorRT's two, and the C interface.
 #include <NvInferRuntime.h>
 
-#include <cstring>
-#include <exception>
 #include <iterator>
 
 #include "all_reduce_rms_norm_plugin.h"
 #include "attention_plugin.h"
 #include "batch_split_plugin.h"
+#include "c_api.h"
 #include "counters.h"
 #include "creator.h"
 #include "gemm_plugin.h"
@@ -25,36 +24,13 @@ Counters& counters() {
   return *all;
 }
 
-namespace {
-
-TwCode fill(TwStatus* status, TwCode code, const char* message) {
-  if (status != nullptr) {
-    status->code = code;
-    std::strncpy(status->message, message, sizeof status->message - 1);
-    status->message[sizeof status->message - 1] = '\0';
-  }
-  return code;
-}
-
-/// Hands the Status of `body` out, whatever it throws.
-template <typename Body>
-TwCode answer(TwStatus* out, Body body) {
-  try {
-    const Status status = body();
-    return fill(out, status.code, status.message.c_str());
-  } catch (const std::exception& exception) {
-    return fill(out, TW_INTERNAL, exception.what());
-  } catch (...) {
-    return fill(out, TW_INTERNAL, "");
-  }
-}
-
-}  // namespace
 }  // namespace tokenweave::trt
 
-using tokenweave::trt::answer;
+using tokenweave::check_struct;
+using tokenweave::error;
+using tokenweave::guarded;
+using tokenweave::Status;
 using tokenweave::trt::counters;
-using tokenweave::trt::fill;
 
 extern "C" {
 
@@ -79,27 +55,25 @@ TW_API void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
 }
 
 TwCode twPluginGetCounters(TwPluginCounters* out, TwStatus* status) {
-  if (out == nullptr) return fill(status, TW_INVALID_ARGUMENT, "counters is null");
-  if (out->struct_bytes != sizeof *out) {
-    return fill(status, TW_INVALID_ARGUMENT,
-                "counters.struct_bytes is not that of this library. Fix: build with its header");
-  }
-  const tokenweave::trt::Counters& c = counters();
-  *out = {sizeof *out,
-          c.overlapped,
-          c.captured,
-          c.in_line,
-          c.empty,
-          c.joins,
-          c.staged,
-          c.alias_copies,
-          c.unkept_inputs,
-          c.fabric_fallbacks,
-          c.offset_fallbacks,
-          c.refused_steps,
-          c.unfinished_steps,
-          c.while_building};
-  return fill(status, TW_OK, "");
+  return guarded(status, [&]() -> Status {
+    TW_RETURN_IF_ERROR(check_struct(out, "counters"));
+    const tokenweave::trt::Counters& c = counters();
+    *out = {sizeof *out,
+            c.overlapped,
+            c.captured,
+            c.in_line,
+            c.empty,
+            c.joins,
+            c.staged,
+            c.alias_copies,
+            c.unkept_inputs,
+            c.fabric_fallbacks,
+            c.offset_fallbacks,
+            c.refused_steps,
+            c.unfinished_steps,
+            c.while_building};
+    return {};
+  });
 }
 
 void twPluginResetCounters(void) {
@@ -112,7 +86,7 @@ void twPluginResetCounters(void) {
 }
 
 TwCode twPluginLastError(TwStatus* status) {
-  return answer(status, [] {
+  return guarded(status, [] {
     tokenweave::trt::SideStream::log_faults();
     return tokenweave::trt::last_error();
   });
@@ -120,21 +94,20 @@ TwCode twPluginLastError(TwStatus* status) {
 
 TwCode twPluginOverrideLaunch(const TwPluginLaunch* launch, TwStatus* status) {
   using namespace tokenweave;
-  if (launch == nullptr) return answer(status, [] { return trt::override_launch(nullptr); });
-  if (launch->struct_bytes != sizeof *launch) {
-    return fill(status, TW_INVALID_ARGUMENT,
-                "launch.struct_bytes is not that of this library. Fix: build with its header");
-  }
-  return answer(status, [launch] {
+  return guarded(status, [launch]() -> Status {
+    if (launch == nullptr) return trt::override_launch(nullptr);
+    TW_RETURN_IF_ERROR(check_struct(launch, "launch"));
     const TableLaunch given{TableFabric::kAuto, launch->ctas, launch->threads, launch->gemm_sms};
     return trt::override_launch(&given);
   });
 }
 
 TwCode twPluginTensorMemory(int32_t device, uint64_t bytes, void** data, TwStatus* status) {
-  if (data == nullptr) return fill(status, TW_INVALID_ARGUMENT, "data is null");
-  *data = nullptr;
-  return answer(status, [&] { return tokenweave::trt::SideStream::tensor_memory(device, bytes, data); });
+  return guarded(status, [&]() -> Status {
+    if (data == nullptr) return error(TW_INVALID_ARGUMENT, "data is null");
+    *data = nullptr;
+    return tokenweave::trt::SideStream::tensor_memory(device, bytes, data);
+  });
 }
 
 }  // extern "C"
