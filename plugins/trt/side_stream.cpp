@@ -131,7 +131,8 @@ Status SideStream::refuse() {
 
 Status SideStream::check_thread() {
   if (!refusal_.ok()) return refusal_;
-  return step_.open && step_.thread != std::this_thread::get_id() ? refuse() : Status{};
+  const bool busy = step_.open && !step_.failed;
+  return busy && step_.thread != std::this_thread::get_id() ? refuse() : Status{};
 }
 
 Status SideStream::enter(const SiteHalf& at, cudaStream_t main) {
@@ -182,8 +183,18 @@ Status SideStream::finish_step() {
   return record(end_.event, step_.main);
 }
 
+/// TensorRT ends a step whose layer fails, so that any thread may begin the next one.
+Status SideStream::failed_or(Status status) {
+  step_.failed = step_.failed || !status.ok();
+  return status;
+}
+
 Status SideStream::enqueue(const Collective& collective, cudaStream_t main) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  return failed_or(run(collective, main));
+}
+
+Status SideStream::run(const Collective& collective, cudaStream_t main) {
   const auto found = sites_.find(collective.at);
   if (group_ == nullptr || found == sites_.end()) return error(TW_INTERNAL, "was run before its shapes were set");
   TW_RETURN_IF_ERROR(enter(collective.at, main));
@@ -243,6 +254,10 @@ Status SideStream::check_inputs(const Join& join, const TwAllReduceRmsNormTensor
 
 Status SideStream::join(const Join& join, cudaStream_t main) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  return failed_or(run(join, main));
+}
+
+Status SideStream::run(const Join& join, cudaStream_t main) {
   TW_RETURN_IF_ERROR(check_thread());
   const auto found = sites_.find(join.at);
   if (!step_.open || found == sites_.end() || found->second.step != step_.number) {

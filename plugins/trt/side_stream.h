@@ -57,8 +57,9 @@ struct Join {
 /// thread is queueing: TensorRT queues all layers of a step from the thread that called enqueueV3.
 ///
 /// A step is one run of the network: it opens with the collective of site 0 and closes with the last site's join (or
-/// its collective, where nothing is split). Contexts may take turns. A thread that comes while another thread's step is
-/// open, or while the GPU still works on another thread's step on another stream, runs two contexts at once: refused.
+/// its collective, where nothing is split), or where a layer of ours fails. Contexts may take turns. A thread that
+/// comes while another thread's step is open, or while the GPU still works on another thread's step on another stream,
+/// runs two contexts at once: refused.
 class SideStream : public std::enable_shared_from_this<SideStream> {
  public:
   /// The process's resource of that key, made if need be, on the current device.
@@ -106,6 +107,7 @@ class SideStream : public std::enable_shared_from_this<SideStream> {
     std::thread::id thread;
     cudaStream_t main = nullptr;
     bool open = false;
+    bool failed = false;
   };
   /// The end of the newest step that was not captured into a graph.
   struct End {
@@ -121,6 +123,9 @@ class SideStream : public std::enable_shared_from_this<SideStream> {
   Status begin_step(cudaStream_t main);
   Status follow_previous_step(cudaStream_t main);
   Status finish_step();
+  Status failed_or(Status status);
+  Status run(const Collective& collective, cudaStream_t main);
+  Status run(const Join& join, cudaStream_t main);
   Status fork(const Collective& collective, Site& site, cudaStream_t main);
   static Status check_inputs(const Join& join, const TwAllReduceRmsNormTensors& tensors);
 

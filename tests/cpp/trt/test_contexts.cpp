@@ -106,6 +106,17 @@ TEST_F(Contexts, AStepThatFailedIsGivenUp) {
                                  "collective 8 main started none", "record e0 main"}));
 }
 
+TEST_F(Contexts, AnyThreadMayGoOnAfterAStepThatFailed) {
+  Context a;
+  gpu().failing = "twAllReduceRmsNorm";
+  EXPECT_EQ(a.first.run({0, 8}), 0);  // no rows, nothing to fail
+  EXPECT_NE(a.last.run({8, 8}), 0);
+  gpu().failing.clear();
+  in_another_thread([&] { EXPECT_EQ(a.step(), 0); });
+  EXPECT_EQ(counters().refused_steps, 0u);
+  EXPECT_EQ(counters().unfinished_steps, 1u);
+}
+
 TEST_F(Contexts, WhatAFailedStepLeftComesFirstAlsoAfterACapture) {
   Context a;
   gpu().failing = "twAllReduceRmsNorm";
