@@ -107,6 +107,22 @@ def test_residual_with_another_reader(twist: Any, reason: str) -> None:
     assert any(reason in r for r in refused(result, "fuse"))
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"gemm": "nonsense"}, "gemm: no choice 'nonsense'. Fix: give one of ('table', 'trt', 'budget')"),
+        ({"split": "no"}, "split: 'no' is neither True nor False"),
+        ({"split_attention": None}, "split_attention: None is neither True nor False"),
+        ({"max_beam_width": 0}, "max_beam_width: 0 is less than 1"),
+        ({"max_draft_len": -1}, "max_draft_len: -1 is less than 0"),
+    ],
+)
+def test_options_that_there_are_not(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        options(2, 0, **fields)
+    assert str(raised.value) == message
+
+
 def test_other_multiplier_is_refused() -> None:
     result = same_as_stock(lambda rank: Stack(rank=rank, multiplier=0.5))
     assert result.mode == "stock"

@@ -55,7 +55,7 @@ def test_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     save_table(table, path)
     assert load_table(path) == TuningTable.load(path) == table
-    assert load_table(path).sha256 == table.sha256
+    assert load_table(str(path)).sha256 == table.sha256
     assert [p.name for p in tmp_path.iterdir()] == ["table.json"]
     assert json.loads(path.read_text()) == document()
 

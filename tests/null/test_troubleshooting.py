@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "plugins").rglob("README.md")))
 
 #: Programs whose messages the page quotes behind their name.
-OTHERS = ("CMake", "ld.so", "mpirun", "NCCL", "TensorRT", "TensorRT-LLM", "Triton")
+OTHERS = ("CMake", "CUDA", "ld.so", "mpirun", "NCCL", "TensorRT", "TensorRT-LLM", "Triton")
 
 #: Stands in a template for what a message takes from its case.
 HOLE = "\0"

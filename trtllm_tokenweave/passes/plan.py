@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trtllm_tokenweave.attention_roles import split_refusal
+from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.network import Graph, Node
 from trtllm_tokenweave.passes.rowwise import Rows, RowWise
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from trtllm_tokenweave.table import PrefixLookup, TuningTable
 
 AttentionMode = Literal["split", "whole", "none"]
+GemmChoice = Literal["table", "trt", "budget"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class WeaveOptions:
         prefix_input: Name of a network input whose dimension 0 is the rows of the prefix half, in the place of the
             table's lookup: the split is then an input of every step, for tuning. The network brings the input (rank
             1); only its dimension is read.
+
+    Raises:
+        UserError: a value that no option has. `max_batch_size` and `max_num_tokens` are checked with the table.
     """
 
     mapping: Mapping
@@ -47,8 +52,18 @@ class WeaveOptions:
     split_attention: bool = True
     max_beam_width: int = 1
     max_draft_len: int = 0
-    gemm: Literal["table", "trt", "budget"] = "table"
+    gemm: GemmChoice = "table"
     prefix_input: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("split", "split_attention"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{getattr(self, name)!r} is neither True nor False", where=name)
+        for name, least in (("max_beam_width", 1), ("max_draft_len", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{getattr(self, name)} is less than {least}", where=name)
+        if self.gemm not in get_args(GemmChoice):
+            raise UserError(f"no choice {self.gemm!r}", where="gemm", fix=f"give one of {get_args(GemmChoice)}")
 
 
 @dataclass(frozen=True)

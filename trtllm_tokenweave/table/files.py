@@ -116,13 +116,13 @@ def _field_path(loc: tuple[int | str, ...]) -> str:
     return path
 
 
-def load_table(path: Path) -> TuningTable:
+def load_table(path: str | Path) -> TuningTable:
     """Read and check a table file.
 
     Raises:
         UserError: As `parse_table`, or the file cannot be read.
     """
-    return parse_table(read_text(path), where=str(path))
+    return parse_table(read_text(Path(path)), where=str(path))
 
 
 def table_text(table: TuningTable) -> str:
