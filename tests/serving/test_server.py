@@ -141,6 +141,11 @@ def _outcome(server: Server, name: str) -> float:
     return _figures(server)[f'tokenweave_requests_total{{model="tokenweave",outcome="{name}"}}']
 
 
+def _wait_until_counted(server: Server) -> None:
+    """Until the figures hold all that was answered: they follow a step's answers, the open requests last."""
+    wait_until("counted", lambda: _figures(server)['tokenweave_open_requests{model="tokenweave"}'] == 0)
+
+
 # ---- two ranks, streaming
 
 
@@ -174,6 +179,7 @@ def test_a_request_says_how_many_tokens_it_wants(server: Server, texts: dict[str
 
 
 def test_a_hundred_requests_of_eight_clients(server: Server, texts: dict[str, str]) -> None:
+    _wait_until_counted(server)
     completed, steps = _outcome(server, "completed"), _figures(server)['tokenweave_steps_total{model="tokenweave"}']
 
     def over_http(client: int) -> list[tuple[str, str]]:
@@ -194,6 +200,7 @@ def test_a_hundred_requests_of_eight_clients(server: Server, texts: dict[str, st
         answers = [answer for job in jobs for answer in job.result()]
     assert len(answers) == 100
     assert [answer for answer in answers if texts[answer[0]] != answer[1]] == []
+    _wait_until_counted(server)
     assert _outcome(server, "completed") - completed == 100
     # One after the other they would take a step a token.
     assert _figures(server)['tokenweave_steps_total{model="tokenweave"}'] - steps < 100 * TOKENS / 2
