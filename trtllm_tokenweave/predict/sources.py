@@ -161,8 +161,20 @@ def _overlap(machine: Machine, document: Any) -> Iterator[CheckRow]:
 _Ms = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _StackRow(BaseModel):
-    """Milliseconds of a step.
+class _OwnRow(BaseModel):
+    """Milliseconds of a step in our engines but the woven one."""
+
+    model_config = ConfigDict(strict=True)
+
+    num_tokens: Annotated[int, Field(gt=0)]
+    mode: str
+    stock_ms: _Ms
+    no_comm_ms: _Ms
+    fuse_only_ms: _Ms
+
+
+class _StackRow(_OwnRow):
+    """A step of `bench stack`.
 
     Attributes:
         gemm: Whose GEMMs the woven engine has.
@@ -170,16 +182,9 @@ class _StackRow(BaseModel):
         gemm_sms: Of its GEMMs with a budget; 0: it has none.
     """
 
-    model_config = ConfigDict(strict=True)
-
-    num_tokens: Annotated[int, Field(gt=0)]
-    mode: str
     gemm: Literal["trt", "budget"]
     ctas: int
     gemm_sms: int
-    stock_ms: _Ms
-    no_comm_ms: _Ms
-    fuse_only_ms: _Ms
     woven_ms: _Ms
 
 
@@ -226,14 +231,8 @@ def _stack(machine: Machine, document: Any) -> Iterator[CheckRow]:
         if row.gemm == "budget" and row.gemm_sms != machine.sms - row.ctas:
             raise ValueError(f"gemm_sms {row.gemm_sms} is not what {row.ctas} CTAs leave of {machine.sms} SMs")
         made, woven = Predictor(machine, workload, row.gemm), f"woven, {row.gemm}"
-        measured = {
-            "stock": row.stock_ms,
-            "no_comm": row.no_comm_ms,
-            "fuse_only": row.fuse_only_ms,
-            woven: row.woven_ms,
-        }
         split = made.woven(row.num_tokens, result.offset, row.ctas, row.ctas)
-        step = _own_step(made, f"stack_tp2, {row.mode}", row.num_tokens, measured, {woven: split.us})
+        step = _own_step(made, "stack_tp2", row, woven, (row.woven_ms, split.us))
         # The other engines are the same in both rows.
         if row.gemm == "trt":
             yield from (step.ratio(variant) for variant in ("no_comm", "fuse_only"))
@@ -242,32 +241,24 @@ def _stack(machine: Machine, document: Any) -> Iterator[CheckRow]:
         yield step.ms(woven)
 
 
-def _own_step(
-    made: Predictor, source: str, num_tokens: int, measured_ms: Mapping[str, float], woven_us: Mapping[str, float]
-) -> _Step:
-    """A step of our engines; ``woven_us`` is what was predicted for the woven one, by its name."""
+def _own_step(made: Predictor, result: str, row: _OwnRow, woven: str, times: tuple[float, float]) -> _Step:
+    """A step of our engines; ``times`` of the one called ``woven`` are measured ms and predicted us."""
+    measured = {"stock": row.stock_ms, "no_comm": row.no_comm_ms, "fuse_only": row.fuse_only_ms, woven: times[0]}
+    tokens, workload = row.num_tokens, made.workload
     predicted = {
-        "stock": made.stock_us(num_tokens),
-        "no_comm": made.no_comm_us(num_tokens),
-        "fuse_only": made.fuse_only_us(num_tokens, 0)[0],
-        **woven_us,
+        "stock": made.stock_us(tokens),
+        "no_comm": made.no_comm_us(tokens),
+        "fuse_only": made.fuse_only_us(tokens, 0)[0],
+        woven: times[1],
     }
-    workload = made.workload
     about: About = "parts" if workload.stand_in_keys else workload.config.kind
-    return _Step(made.machine.name, source, num_tokens, measured_ms, predicted, about)
+    return _Step(made.machine.name, f"{result}, {row.mode}", tokens, measured, predicted, about)
 
 
-class _E2eRow(BaseModel):
-    """Milliseconds of a step, and CTAs of the even split's collectives."""
+class _E2eRow(_OwnRow):
+    """A step of `bench e2e`, and CTAs of the even split's collectives."""
 
-    model_config = ConfigDict(strict=True)
-
-    num_tokens: Annotated[int, Field(gt=0)]
-    mode: str
     ctas_even: int
-    stock_ms: _Ms
-    no_comm_ms: _Ms
-    fuse_only_ms: _Ms
     even_split_ms: _Ms
 
 
@@ -311,15 +302,8 @@ def _e2e(machine: Machine, document: Any) -> Iterator[CheckRow]:
     config = preset(result.model).model_copy(update={"num_hidden_layers": layers})
     made = Predictor(machine, Workload(config, tp_size), "budget")
     for row in result.rows:
-        measured = {"stock": row.stock_ms, "no_comm": row.no_comm_ms, "fuse_only": row.fuse_only_ms}
         split = made.woven(row.num_tokens, 0, row.ctas_even, row.ctas_even)
-        step = _own_step(
-            made,
-            f"e2e_tp2, {row.mode}",
-            row.num_tokens,
-            measured | {"even split": row.even_split_ms},
-            {"even split": split.us},
-        )
+        step = _own_step(made, "e2e_tp2", row, "even split", (row.even_split_ms, split.us))
         yield from (step.ratio(variant) for variant in ("no_comm", "fuse_only", "even split"))
         yield from (step.ms(variant) for variant in ("stock", "even split"))
 

@@ -42,7 +42,6 @@ class Choice:
         best_split: The fastest split, used or not; None where none could run.
         fuse: The fastest fuse-only candidate.
         gain: Interval of best split / fuse-only - 1 over interleaved pairs; None without a split.
-        separated: Whether the interval says which of the two is faster.
         middle: The count within the row at which every second pair was measured; None: none was.
     """
 
@@ -51,8 +50,12 @@ class Choice:
     best_split: Candidate | None
     fuse: Candidate
     gain: Interval | None
-    separated: bool
     middle: int | None = None
+
+    @property
+    def separated(self) -> bool:
+        """Whether the interval says which of the two is faster."""
+        return self.gain is None or self.gain.excludes_zero
 
 
 @dataclass(frozen=True)
@@ -129,13 +132,12 @@ class Search:
                 raise TokenWeaveError(f"no fuse-only step of {counts} tokens gives the same result twice")
             at = None if middle is None else middle.num_tokens
             if split is None:
-                return Choice(bench.num_tokens, fuse, None, fuse, None, True, at)
+                return Choice(bench.num_tokens, fuse, None, fuse, None, at)
             choice = split if _is_gain(times[split], times[fuse]) else fuse
             bench.check_whole(choice)
             if bench.usable([choice]):
                 gain = relative_difference(times[split], times[fuse], CONFIDENCE)
-                separated = gain.high < 0 or gain.low > 0
-                return Choice(bench.num_tokens, choice, split, fuse, gain, separated, at)
+                return Choice(bench.num_tokens, choice, split, fuse, gain, at)
             # Else it is wrong in a row that the quick look left out.
 
     def _runnable(self, candidates: Iterable[Candidate], benches: Sequence[Bench]) -> Iterator[Candidate]:
@@ -187,7 +189,7 @@ def compare(
     for done in range(MAX_ROUNDS):
         if done >= MIN_ROUNDS:
             times = without_losers(times)
-            if len(times) == 1 or _is_clear(times) or out_of_time():
+            if _is_clear(times) or out_of_time():
                 break
         for candidate, more in benches[done % len(benches)].measure(list(times), 1).items():
             times[candidate] += more
@@ -199,9 +201,9 @@ def without_losers(times: dict[Candidate, list[float]]) -> dict[Candidate, list[
     kept = {}
     for fuse_only in (False, True):
         best = fastest(times, fuse_only)
+        if best is None:
+            continue
         for candidate in _of_kind(times, fuse_only):
-            if best is None:
-                continue
             over = relative_difference(times[candidate], times[best], CONFIDENCE)
             if candidate == best or not (over.low > 0 or _same(over)):
                 kept[candidate] = times[candidate]
@@ -217,7 +219,7 @@ def _is_clear(times: dict[Candidate, list[float]]) -> bool:
     if split is None or fuse is None:
         return True
     gain = relative_difference(times[split], times[fuse], CONFIDENCE)
-    return gain.high < 0 or gain.low > 0 or _same(gain)
+    return gain.excludes_zero or _same(gain)
 
 
 def _same(difference: Interval) -> bool:

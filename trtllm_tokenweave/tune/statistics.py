@@ -17,6 +17,11 @@ class Interval:
     median: float
     high: float
 
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the sign of the true centre is known."""
+        return self.high < 0 or self.low > 0
+
 
 def centre_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
     """The centre of values that are spread alike to both sides, with a confidence interval.
