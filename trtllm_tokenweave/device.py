@@ -7,6 +7,7 @@ it is first needed.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import math
 import weakref
 from dataclasses import dataclass
@@ -34,13 +35,22 @@ def cudart() -> Any:
     Raises:
         UserError: when cuda-bindings is not installed.
     """
+    return _bindings("runtime")
+
+
+@cache
+def driver() -> Any:
+    """The module ``cuda.bindings.driver``; raises as :func:`cudart`."""
+    return _bindings("driver")
+
+
+def _bindings(name: str) -> Any:
     try:
-        from cuda.bindings import runtime
+        return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as error:
         raise UserError(
             f"cuda-bindings cannot be imported ({error})", where="CUDA", fix="pip install 'cuda-bindings>=12.8'"
         ) from error
-    return runtime
 
 
 def call(name: str, *args: Any) -> Any:
@@ -53,6 +63,18 @@ def call(name: str, *args: Any) -> Any:
     code, *results = getattr(runtime, name)(*args)
     if int(code) != 0:
         raise CudaError(f"{name}: {_text(runtime.cudaGetErrorString(code)[1])}")
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def call_driver(name: str, *args: Any) -> Any:
+    """Call a function of the CUDA driver, in the context that the runtime made for this thread; else as :func:`call`.
+
+    Raises:
+        CudaError: when it does not return CUDA_SUCCESS.
+    """
+    code, *results = getattr(driver(), name)(*args)
+    if int(code) != 0:
+        raise CudaError(f"{name}: {_text(driver().cuGetErrorString(code)[1])}")
     return results[0] if len(results) == 1 else tuple(results) or None
 
 

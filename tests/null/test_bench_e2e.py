@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from trtllm_tokenweave.bench import e2e_run
 from trtllm_tokenweave.bench.e2e import PREFIX_INPUT, VARIANTS, E2eBench, E2eRunner, Run, Split, Variant
 from trtllm_tokenweave.bench.e2e_run import E2eArguments, check_arguments, read_bench, start_benchmark
 from trtllm_tokenweave.bench.stack import MODES, Mode
+from trtllm_tokenweave.bench.step_timer import Prepare, Timing
 from trtllm_tokenweave.builder import Ranges
 from trtllm_tokenweave.cli.app import main
 from trtllm_tokenweave.comm import CommBackend, LocalComm, SingleComm, run_ranks
@@ -138,6 +139,8 @@ class Timed(E2eRunner):
 
     def __init__(self, comm: CommBackend, bench: E2eBench, error: float = 0.0) -> None:
         self.comm, self.bench, self.started, self.error = comm, bench, 0.0, error
+        self.stream = cast("Any", SimpleNamespace(synchronize=lambda: None))
+        self.timer = cast("Any", self)
         self.bound: Run | None = None
         self.timed: list[Run] = []
 
@@ -149,14 +152,19 @@ class Timed(E2eRunner):
     def logits(self, run: Run, num_tokens: int, mode: Any) -> Any:
         return np.full(4, 1 + (self.error if run.variant == "whole" else 0.0), np.float32)
 
-    def time_once(self, step: Callable[[], None], count: int) -> tuple[float, float]:
-        assert count == 5
+    def time(self, samples: Sequence[tuple[Prepare, int]]) -> list[Timing]:
+        """As `StepTimer.time`."""
+        assert {count for _, count in samples} == {5}
+        return [Timing(self.time_one(prepare)) for prepare, _ in samples]
+
+    def time_one(self, prepare: Prepare) -> float:
+        prepare()
         assert self.bound is not None
         self.timed.append(self.bound)
         base = {"stock": 10.0, "peer": 9.5, "fuse_only": 9.0, "whole": 8.5, "no_comm": 7.0}.get(self.bound.variant, 8.0)
         split = self.bound.split or Split(56, 4)
         late = (0.0 if split.prefix == 56 else 0.25) + (0.0 if split.ctas == 4 else 0.125)
-        return self.slowest(base + late + self.comm.rank), 0.5
+        return base + late + self.comm.rank
 
 
 def measured(job: Callable[[Timed], Any], **fields: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from trtllm_tokenweave.bench import timeline
 from trtllm_tokenweave.bench.rank_timing import steps_of
 from trtllm_tokenweave.bench.stack import StackBench, StackRunner
 from trtllm_tokenweave.bench.stack_network import VARIANTS, Gemm, Stack, Variant
+from trtllm_tokenweave.bench.step_timer import Prepare, Timing
 from trtllm_tokenweave.bench.timeline import Kernel
 from trtllm_tokenweave.comm import CommBackend, LocalComm, SingleComm, run_ranks
 from trtllm_tokenweave.device import CudaError
@@ -169,6 +170,8 @@ class Timed(StackRunner):
         self.bench = StackBench(stack(comm.rank), (1024,), (1,))
         self.engines = dict.fromkeys(times)  # type: ignore[assignment]
         self.launches = {}
+        self.stream = cast("Any", SimpleNamespace(synchronize=lambda: None))
+        self.timer = cast("Any", self)
         self.order: list[str] = []
 
     def queue(self, name: str, *_: Any) -> Any:
@@ -177,10 +180,14 @@ class Timed(StackRunner):
     def result(self, name: str, *_: Any) -> Any:
         return np.full(4, 1 + self.errors.get(name, 0.0), np.float32)
 
-    def time_once(self, step: Any, count: int) -> tuple[float, float]:
-        assert count in (steps_of(4096), steps_of(8192))
-        step()
-        return self.slowest(self.times[self.order[-1]] + self.comm.rank), 0.5
+    def time(self, samples: Sequence[tuple[Prepare, int]]) -> list[Timing]:
+        """As `StepTimer.time`."""
+        found = []
+        for prepare, count in samples:
+            assert count in (steps_of(1024), steps_of(8192))
+            prepare()()
+            found.append(Timing(self.times[self.order[-1]] + self.comm.rank))
+        return found
 
 
 TIMES = {"stock": 10.0, "fuse_only": 9.0, "woven_trt": 8.0, "woven_budget": 7.0, "no_comm": 6.0}
@@ -275,14 +282,6 @@ def test_a_wrong_result_ends_a_sweep() -> None:
         swept(woven_trt=0.2).sweep(1024)
 
 
-class Profiled(Timed):
-    """A runner whose steps can be waited for."""
-
-    def __init__(self, comm: CommBackend) -> None:
-        super().__init__(dict(TIMES), comm)
-        self.stream = cast("Any", SimpleNamespace(synchronize=lambda: None))
-
-
 def test_every_rank_has_started_its_profiler_before_the_first_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
@@ -293,7 +292,7 @@ def test_every_rank_has_started_its_profiler_before_the_first_recording(monkeypa
 
     monkeypatch.setattr(timeline, "start_profiler", lambda: events.append("start"))
     monkeypatch.setattr(timeline, "record", record)
-    first, second = on_two_ranks(lambda comm: Profiled(comm).timelines(4096))
+    first, second = on_two_ranks(lambda comm: Timed(dict(TIMES), comm).timelines(4096))
     assert events == ["start"] * 2 + ["record"] * 2 * 2 * len(TIMES)
     assert first == second
     assert set(first) == {"num_tokens", "eager", "eager_kernels", "graph", "graph_kernels"}
@@ -309,7 +308,7 @@ def test_a_profiler_that_does_not_start_on_one_rank_is_every_ranks_error(monkeyp
 
     def job(comm: CommBackend) -> None:
         with pytest.raises(TokenWeaveError, match="no CUPTI"):
-            Profiled(comm).timelines(4096)
+            Timed(dict(TIMES), comm).timelines(4096)
 
     monkeypatch.setattr(timeline, "start_profiler", start)
     monkeypatch.setattr(timeline, "record", lambda _: pytest.fail("recorded"))
@@ -344,7 +343,3 @@ def test_of_several_recordings_the_shortest_is_taken(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(timeline, "_record_once", lambda _run: [Kernel("gemm", 7, 0.0, next(ends))])
     assert timeline.record(lambda: None) == [Kernel("gemm", 7, 0.0, 40.0)]
     assert next(ends, None) is None
-
-
-def test_long_steps_are_queued_fewer_times() -> None:
-    assert [steps_of(n) for n in (1, 4096, 4097, 16384)] == [5, 5, 2, 2]

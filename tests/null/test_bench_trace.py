@@ -123,7 +123,6 @@ class FakeEngine:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     said: list[Any] = []
     monkeypatch.setattr(trace_measure, "plugin_library", lambda: SimpleNamespace(override_launch=said.append))
-    monkeypatch.setattr(trace_measure, "GAP_SECONDS", 0)
     return said
 
 

@@ -317,7 +317,7 @@ class E2eRunner(RankTimer):
     def time_runs(self, runs: dict[str, Run], num_tokens: int, mode: Mode, rounds: int = ROUNDS) -> dict[str, float]:
         """Median milliseconds of each."""
         makers = {name: partial(self.prepare_all, run, num_tokens, mode) for name, run in runs.items()}
-        return {name: gpu for name, (gpu, _) in self.time_steps(makers, num_tokens, rounds).items()}
+        return self.time_steps(makers, num_tokens, rounds)
 
     def sweep(self, num_tokens: int, splits: Sequence[Split]) -> tuple[Split, list[dict[str, Any]]]:
         """The fastest of some splits, and the milliseconds of each (eager); each is verified first."""

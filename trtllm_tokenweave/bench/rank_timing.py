@@ -6,29 +6,27 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from trtllm_tokenweave.agreement import slowest
+from trtllm_tokenweave.agreement import slowest, slowest_each
+from trtllm_tokenweave.bench.step_timer import Prepare, StepTimer
 from trtllm_tokenweave.comm import CommBackend
-from trtllm_tokenweave.device import Stream, call
+from trtllm_tokenweave.device import Stream
 from trtllm_tokenweave.progress import print_progress
 
-#: Most steps queued back to back for one measurement, and measurements of each engine.
-STEPS, ROUNDS = 5, 7
-#: Pause before a measurement, so that the power limit of one engine is not paid by the next.
-GAP_SECONDS = 0.03
+#: Most steps of a sample, and samples of each engine.
+STEPS, ROUNDS = 5, 11
+#: Steps of more tokens are long enough for two to be a sample.
+SHORT_TOKENS = 1024
 METHOD = (
-    f"{STEPS} steps (above 4096 tokens 2) queued back to back between device events, median of {ROUNDS} rounds, "
-    "engines in random order, the slower rank; verified against the stock engine first"
+    f"{STEPS} steps (above {SHORT_TOKENS} tokens 2) between device events, after one more of the same; median of "
+    f"{ROUNDS} rounds, engines in random order, all queued without a pause; the slower rank; verified against the "
+    "stock engine first"
 )
-
-#: Prepares a step, and returns what queues it.
-Prepare = Callable[[], Callable[[], None]]
 
 
 def steps_of(num_tokens: int) -> int:
-    """Steps queued back to back: long ones need few to fill the queue and to warm the GPU."""
-    return STEPS if num_tokens <= 4096 else 2
+    """Steps of a sample."""
+    return STEPS if num_tokens <= SHORT_TOKENS else 2
 
 
 class RankReporter:
@@ -61,40 +59,47 @@ class RankTimer(RankReporter):
 
     def __init__(self, comm: CommBackend, stream: Stream) -> None:
         super().__init__(comm)
-        self.stream = stream
-        self.events: tuple[Any, ...] = tuple(call("cudaEventCreate") for _ in range(2))
+        self.stream, self.timer = stream, StepTimer(stream)
 
-    def time_once(self, step: Callable[[], None], count: int) -> tuple[float, float]:
-        """Milliseconds on the GPU and on the CPU of one of ``count`` steps, of the slower rank."""
-        start, end = self.events
-        step()
-        self.stream.synchronize()
-        time.sleep(GAP_SECONDS)
-        self.comm.barrier()
-        # One step ahead of the first event: the queue is full when it comes, and the ranks have met.
-        step()
-        call("cudaEventRecord", start, self.stream.handle)
-        before = time.perf_counter()
-        for _ in range(count):
-            step()
-        queued = (time.perf_counter() - before) / count * 1e3
-        call("cudaEventRecord", end, self.stream.handle)
-        self.stream.synchronize()
-        return self.slowest(call("cudaEventElapsedTime", start, end) / count), self.slowest(queued)
+    def time_steps(self, steps: Mapping[str, Prepare], num_tokens: int, rounds: int = ROUNDS) -> dict[str, float]:
+        """Median milliseconds on the GPU over rounds, the steps in another order in each (the same on all ranks).
 
-    def time_steps(
-        self, steps: Mapping[str, Prepare], num_tokens: int, rounds: int = ROUNDS
-    ) -> dict[str, tuple[float, float]]:
-        """Medians over rounds, the steps in another order in each (the same on all ranks)."""
+        A round that does not count comes first: it brings the GPUs to the clock that they have under load.
+        """
         order, shuffled = list(steps), random.Random(num_tokens)
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-        for _ in range(rounds):
+        names = []
+        for _ in range(rounds + 1):
             shuffled.shuffle(order)
-            for name in order:
-                times[name].append(self.time_once(steps[name](), steps_of(num_tokens)))
-        return {name: (median([gpu for gpu, _ in t]), median([cpu for _, cpu in t])) for name, t in times.items()}
+            names += order
+        self.stream.synchronize()
+        self.comm.barrier()
+        found = self.timer.time([(steps[name], steps_of(num_tokens)) for name in names])
+        times = slowest_each(self.comm, [timing.ms for timing in found])
+        counted = list(zip(names, times, strict=True))[len(order) :]
+        return {name: median([ms for timed, ms in counted if timed == name]) for name in steps}
+
+    def time_queueing(self, steps: Mapping[str, Prepare], rounds: int = ROUNDS) -> dict[str, float]:
+        """Median milliseconds that the CPU takes to queue one of `STEPS` steps, the queue being empty at first."""
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(rounds):
+            for name, prepare in steps.items():
+                step = prepare()
+                step()
+                self.stream.synchronize()
+                self.comm.barrier()
+                before = time.perf_counter()
+                for _ in range(STEPS):
+                    step()
+                times[name].append(self.slowest((time.perf_counter() - before) / STEPS * 1e3))
+                self.stream.synchronize()
+        return {name: median(each) for name, each in times.items()}
 
 
 def median(values: Sequence[float]) -> float:
     """Of milliseconds, as results hold them."""
     return round(statistics.median(values), 4)
+
+
+def given(step: Callable[[], None]) -> Prepare:
+    """Of a step that is prepared for good."""
+    return lambda: step

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ import numpy as np
 
 from trtllm_tokenweave.agreement import on_all_ranks
 from trtllm_tokenweave.bench import timeline
-from trtllm_tokenweave.bench.rank_timing import METHOD, ROUNDS, RankTimer
+from trtllm_tokenweave.bench.rank_timing import METHOD, ROUNDS, RankTimer, given
 from trtllm_tokenweave.bench.stack_network import VARIANTS, Gemm, Stack, Variant
 from trtllm_tokenweave.builder import BuilderSettings, Plan, ShapeRange, build_on_all_ranks, opt_num_tokens
 from trtllm_tokenweave.comm import CommBackend
@@ -206,12 +205,9 @@ class StackRunner(RankTimer):
             raise TokenWeaveError(f"{name} differs from stock at {tokens} tokens ({mode}): {error:.3g}")
         return error
 
-    def time_all(
-        self, names: Sequence[str], tokens: int, mode: Mode, rounds: int = ROUNDS
-    ) -> dict[str, tuple[float, float]]:
-        """Medians of milliseconds on the GPU and on the CPU; see `RankTimer.time_steps`."""
-        steps = {name: self.queue(name, tokens, mode) for name in names}
-        return self.time_steps({name: partial(_given, step) for name, step in steps.items()}, tokens, rounds)
+    def time_all(self, names: Sequence[str], tokens: int, mode: Mode, rounds: int = ROUNDS) -> dict[str, float]:
+        """Median milliseconds on the GPU; see `RankTimer.time_steps`."""
+        return self.time_steps({name: given(self.queue(name, tokens, mode)) for name in names}, tokens, rounds)
 
     def rows(self, tokens: int) -> list[dict[str, Any]]:
         """The rows of one token count: a mode and a kind of GEMM each."""
@@ -226,7 +222,7 @@ class StackRunner(RankTimer):
                 if launch is not None:
                     row |= {"ctas": launch.ctas, "gemm_sms": launch.gemm_sms if gemm == "budget" else 0}
                 for variant in VARIANTS:
-                    row[f"{variant}_ms"] = times[f"woven_{gemm}" if variant == "woven" else variant][0]
+                    row[f"{variant}_ms"] = times[f"woven_{gemm}" if variant == "woven" else variant]
                 out.append({**row, "error": round(errors[f"woven_{gemm}"], 5)})
                 self.say(json.dumps(out[-1]))
         return out
@@ -249,9 +245,9 @@ class StackRunner(RankTimer):
                 self.compare(name, stock, tokens, "eager")
             times = self.time_all(names, tokens, "eager", SWEEP_ROUNDS)
             row: dict[str, Any] = {"num_tokens": tokens, "ctas": ctas, "gemm_sms": gemm_sms}
-            out.append(row | {f"{name}_ms": times[name][0] for name in names})
+            out.append(row | {f"{name}_ms": times[name] for name in names})
             self.say(json.dumps(out[-1]))
-            best = {name: min(best[name], (times[name][0], tried), key=lambda pair: pair[0]) for name in names}
+            best = {name: min(best[name], (times[name], tried), key=lambda pair: pair[0]) for name in names}
         for name in names if self.bench.sweep_ctas else ():
             self.launches[name, tokens] = best[name][1]
         return out
@@ -281,16 +277,13 @@ class StackRunner(RankTimer):
     def small_rows(self, tokens: int) -> dict[str, Any]:
         """A step that is not split: GPU time of a graph, and CPU time of an eager step."""
         names = ["fuse_only", f"woven_{self.bench.gemms[0]}"]
-        graph, eager = (self.time_all(names, tokens, mode) for mode in ("graph", "eager"))
+        graph = self.time_all(names, tokens, "graph")
+        enqueue = self.time_queueing({name: given(self.queue(name, tokens, "eager")) for name in names})
         row: dict[str, Any] = {"num_tokens": tokens}
         for name in names:
-            row |= {f"{name}_graph_ms": graph[name][0], f"{name}_enqueue_ms": eager[name][1]}
+            row |= {f"{name}_graph_ms": graph[name], f"{name}_enqueue_ms": enqueue[name]}
         self.say(json.dumps(row))
         return row
-
-
-def _given(step: Callable[[], None]) -> Callable[[], None]:
-    return step
 
 
 def measure_stack(bench: StackBench, comm: CommBackend) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from trtllm_tokenweave.agreement import gather_json, on_all_ranks
 from trtllm_tokenweave.bench.e2e import PEER, PREFIX_INPUT, E2eBench, Variant, make_plan, relative_error
-from trtllm_tokenweave.bench.rank_timing import GAP_SECONDS, RankReporter, median
+from trtllm_tokenweave.bench.rank_timing import RankReporter, median
 from trtllm_tokenweave.bench.stack import TOLERANCE, engine_document
 from trtllm_tokenweave.bench.trace import KINDS, Schedule, Trace, TraceStep, make_schedule
 from trtllm_tokenweave.comm import CommBackend
@@ -245,7 +245,6 @@ class TraceRunner(RankReporter):
                 times[step.kind] += 1e3 * (self.clock() - before)
             return times, logits.copy()
 
-        time.sleep(GAP_SECONDS)
         self.comm.barrier()
         times, logits = on_all_ranks(self.comm, name, run)
         ranks: list[dict[str, float]] = gather_json(self.comm, "bench", times)
