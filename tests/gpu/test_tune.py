@@ -40,7 +40,7 @@ def test_a_small_table_is_tuned_and_checked(tmp_path: Path) -> None:
     assert len({c["mlp_ctas"] for c in candidates}) > 3
     assert document["counters"]["overlapped"] > 0
     row = json.loads(check.read_text())["held_out"][0]
-    assert 0 < row["best_ms"] <= row["chosen_ms"]
+    assert 0 < row["best_ms"] < 1.05 * row["chosen_ms"]  # by other samples than those that found the best
     assert document["measured"]["symmetric"]
     # The same table, from the engine of another process, and steps in graphs.
     tune(*words[:6], "--mode", "graph", "--table", str(output), "--check", str(check), "--held-out", "1400")

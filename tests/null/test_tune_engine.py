@@ -122,5 +122,5 @@ def test_small_steps_that_the_rule_does_not_split_can_be_tuned() -> None:
 
 
 def test_samples_are_of_few_long_or_some_short_steps() -> None:
-    assert [steps_of(n, 4) for n in (1, 1024, 2048, 4096, 8192, 65536)] == [5, 5, 4, 2, 1, 1]
-    assert steps_of(8192, 1) == 4
+    assert [steps_of(n, 4) for n in (1, 512, 1024, 2048, 8192, 65536)] == [5, 4, 2, 1, 1, 1]
+    assert steps_of(2048, 1) == 4

@@ -17,7 +17,7 @@ from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow, TuningTable
 from trtllm_tokenweave.tune.candidates import Candidate, Space
 from trtllm_tokenweave.tune.check import HELD_OUT, choice_of, even_split, held_out, jitter
 from trtllm_tokenweave.tune.measure import Run
-from trtllm_tokenweave.tune.statistics import centre_interval, relative_difference, spread
+from trtllm_tokenweave.tune.statistics import centre_interval, relative_difference, spread, worst_difference
 from trtllm_tokenweave.tune.store import Record
 from trtllm_tokenweave.waves import table_key
 
@@ -62,6 +62,17 @@ def test_differences_are_of_pairs() -> None:
     assert found.high == pytest.approx(-0.1)
     assert spread([2.0]) == (2.0, 2.0)
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)
+
+
+def test_differences_over_two_counts_are_those_of_the_counts_on_average() -> None:
+    """Three of four pairs at the first count would else make it the row's; and what counts differ by is no noise."""
+    a, b = [0.9, 1.04, 0.9, 1.04, 0.9, 1.04, 0.9, 1.04], [1.0] * 8
+    found = relative_difference(a, b, turns=2)
+    assert (found.low, found.median, found.high) == pytest.approx((-0.03, -0.03, -0.03))
+    assert relative_difference(a, b).high > 0
+    assert relative_difference([0.9, 1.0, 0.9], [1.0] * 3, turns=2).median == pytest.approx(-0.05)
+    assert worst_difference(a, b, 2) == pytest.approx(0.04)
+    assert worst_difference(a, b, 1) == pytest.approx(relative_difference(a, b).median)
 
 
 # ---- candidates

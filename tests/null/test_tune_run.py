@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from support.fake_gpu import FakeRuntime, install_cuda
 from support.models import small
+from support.tuning import MHZ
 
 from trtllm_tokenweave.bench.stack_network import BATCH_INPUT, Stack
+from trtllm_tokenweave.bench.step_timer import Timing
 from trtllm_tokenweave.comm import CommBackend, LocalComm, SingleComm, run_ranks
 from trtllm_tokenweave.device import CudaError, cudart
 from trtllm_tokenweave.engine_context import Bindings
@@ -96,6 +98,24 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[EventRuntime]:
     cudart.cache_clear()
 
 
+class SteadyClock:
+    """A GPU that never changes its clock."""
+
+    def __init__(self, _stream: Any, sms: int) -> None:
+        assert sms == SPACE.sms
+        self.marks = 0
+
+    def begin(self, marks: int) -> None:
+        self.room, self.marks = marks, 0
+
+    def mark(self) -> None:
+        self.marks += 1
+        assert self.marks <= self.room
+
+    def mhz(self) -> list[float]:
+        return [MHZ] * (self.marks // 2)
+
+
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch, cuda: EventRuntime, tmp_path: Path) -> GpuRunner:
     """A runner whose engine is `StepContext`."""
@@ -106,7 +126,7 @@ def runner(monkeypatch: pytest.MonkeyPatch, cuda: EventRuntime, tmp_path: Path) 
     made = SimpleNamespace(context=lambda **_: StepContext(cuda))
     monkeypatch.setattr(engine_module, "build_on_all_ranks", lambda *_: plan)
     monkeypatch.setattr(engine_module, "Engine", SimpleNamespace(of_plan=lambda *_: made))
-    monkeypatch.setattr(engine_module, "GAP_SECONDS", 0)
+    monkeypatch.setattr(engine_module, "SmClock", SteadyClock)
     rule = TuningTable(key=key, granularity=16, min_tokens=1)
     return GpuRunner(TuningEngine(Stack(CONFIG, options), SPACE, rule), SingleComm(), tmp_path / "cache")
 
@@ -118,15 +138,13 @@ def test_runner_binds_the_split_and_the_row_of_the_table(runner: GpuRunner) -> N
     split = Candidate(16, SPACE.launch(8), SPACE.launch(4))
     runner.reference(100, fuse)
     assert runner.error(100, split) == 0.0
-    runner.prepare(100, split)
-    assert runner.time() == 1.0
+    assert runner.time([(100, split), (60, fuse)], lead=3) == [Timing(1.0, MHZ)] * 2
     # Both of these after a step on other rows.
     assert set(seen[:2]) == {(100, SPACE.batch(fuse))}
-    # ceil(100 / 16) * 16 / 2 + 16
-    assert set(seen[2:]) == {(72, SPACE.batch(split))}
-    # Verified, one ahead of the first event, then what is timed.
+    # Verified, then the lead, one ahead of the first event, and what is timed; ceil(100 / 16) * 16 / 2 + 16.
     layers = runner.engine.stack.config.num_hidden_layers
-    assert len(seen) == 2 + 2 + 1 + steps_of(100, layers)
+    ours = 2 + 3 + 1 + steps_of(100, layers)
+    assert seen[2:] == [(72, SPACE.batch(split))] * ours + [(60, SPACE.batch(fuse))] * (1 + steps_of(60, layers))
 
 
 @pytest.mark.parametrize("row", [0, 55, 56, 99])

@@ -201,7 +201,7 @@ def test_samples_of_another_length_are_refused(session: Any, tmp_path: Path, mon
     with monkeypatch.context() as older:
         older.setattr(run_module, "steps_of", lambda _tokens, _layers: 3)
         stopped(session, arguments(tmp_path))
-    with pytest.raises(UserError, match=r"was begun with steps a sample \[3, 3\], and this run has \[5, 5\]"):
+    with pytest.raises(UserError, match=r"was begun with steps a sample \[3, 3\], and this run has \[4, 2\]"):
         session.go(arguments(tmp_path))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trtllm_tokenweave.bench.step_timer import Timing
 from trtllm_tokenweave.comm import CommBackend, LocalComm, SingleComm, run_ranks
 from trtllm_tokenweave.model_config import preset
 from trtllm_tokenweave.table import MeasuredOn, TuningTable
@@ -23,6 +24,7 @@ CONFIG = preset("llama-3.3-70b")
 SHAPES = gemm_shapes(CONFIG, 2)
 SPACE = Space(ctas=(4, 8, 12, 16, 20, 24, 32))
 COUNTS = (1024, 2048, 4096)
+MHZ = 1500.0
 Landscape = Callable[[int, Candidate], float]
 
 
@@ -58,6 +60,8 @@ class FakeRunner:
         wrong: Candidates (by name) with a wrong result, and how wrong; "whole NAME": only where every row is looked at.
         fails: Called before every sample with the number of samples so far: may raise.
         sampled: What was sampled, in order.
+        leads: Steps ahead of the samples of each queue.
+        mhz: The clock of a sample, by the number of samples before; the landscape is that at `MHZ`.
     """
 
     landscape: Landscape
@@ -68,10 +72,11 @@ class FakeRunner:
     fails: Callable[[int], None] = lambda _: None
     sampled: list[tuple[int, str]] = field(default_factory=list)
     verified: list[str] = field(default_factory=list)
+    leads: list[int] = field(default_factory=list)
+    mhz: Callable[[int], float] = lambda _: MHZ
 
     def __post_init__(self) -> None:
         self._noise = random.Random(self.seed)
-        self._next: tuple[int, Candidate] | None = None
         self.reference_tokens = 0
 
     def reference(self, num_tokens: int, candidate: Candidate) -> None:
@@ -84,18 +89,19 @@ class FakeRunner:
         name = f"whole {candidate}" if whole else str(candidate)
         return self.wrong.get(name, 0.001)
 
-    def prepare(self, num_tokens: int, candidate: Candidate) -> None:
-        assert str(candidate) in self.verified, "timed before it was verified"
-        self._next = num_tokens, candidate
+    def time(self, steps: Sequence[tuple[int, Candidate]], lead: int) -> list[Timing]:
+        assert lead > 0
+        self.leads.append(lead)
+        return [self._time_one(*step) for step in steps]
 
-    def time(self) -> float:
-        assert self._next is not None
+    def _time_one(self, num_tokens: int, candidate: Candidate) -> Timing:
+        assert str(candidate) in self.verified, "timed before it was verified"
         self.fails(len(self.sampled))
-        num_tokens, candidate = self._next
         self.sampled.append((num_tokens, str(candidate)))
         milliseconds = self.landscape(num_tokens, candidate) * (1 + self._noise.gauss(0, self.noise))
         self.clock.now += 0.02 + 5 * milliseconds / 1000
-        return milliseconds
+        mhz = self.mhz(len(self.sampled))
+        return Timing(milliseconds * MHZ / mhz, mhz)
 
 
 @dataclass

@@ -184,8 +184,9 @@ class Space:
         spread = (coarse[i * (len(coarse) - 1) // 4] for i in range(5))
         tried = dict.fromkeys([0, *(seed.offset for seed in waves[:3]), *spread])
         found = [*near, *(replace(launch, offset=n) for n in tried)]
-        low = self.ctas[len(self.ctas) // 4]
-        found.append(self.woven(waves[0].offset if waves else 0, low))
+        at = waves[0].offset if waves else 0
+        # What wins says the CTAs for the next count, too: at the first one all are tried.
+        found += [self.woven(at, n) for n in ((self.ctas[len(self.ctas) // 4],) if near else self.ctas)]
         return [c for c in dict.fromkeys(found) if not self.refusal(num_tokens, c)]
 
     def neighbours(self, num_tokens: int, candidate: Candidate, step: int) -> list[Candidate]:

@@ -8,10 +8,10 @@ candidates.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -20,7 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_tokenweave.agreement import on_all_ranks
+from trtllm_tokenweave.bench.sm_clock import SmClock
 from trtllm_tokenweave.bench.stack_network import BATCH_INPUT, Gemm, Stack
+from trtllm_tokenweave.bench.step_timer import StepTimer, Timing
 from trtllm_tokenweave.builder import BuilderSettings, ShapeRange, build_on_all_ranks, opt_num_tokens
 from trtllm_tokenweave.comm import CommBackend
 from trtllm_tokenweave.device import DeviceArray, Stream, call, cudart
@@ -32,16 +34,15 @@ from trtllm_tokenweave.recorder.enums import TRT_NAMES, numpy_dtype
 from trtllm_tokenweave.step_graphs import StepGraphs
 from trtllm_tokenweave.table import TuningTable
 from trtllm_tokenweave.tune.candidates import Candidate, Space
+from trtllm_tokenweave.tune.measure import MAX_QUEUED
 
 PREFIX_INPUT = "prefix_tokens"
 Mode = Literal["eager", "graph"]
-#: Pause before a sample, so that the power limit of one candidate is not paid by the next.
-GAP_SECONDS = 0.015
 #: Rows that are compared with the fuse-only result before a candidate is timed, besides those at the cut.
 SAMPLED_ROWS = 256
 CUT_ROWS = 16
-#: Graphs that are kept: more than a search compares at once.
-GRAPHS = 32
+#: Graphs that are kept: as many as are queued at once.
+GRAPHS = MAX_QUEUED
 #: The input of the step before a verified one begins so many rows later: where TensorRT's alignment of addresses holds.
 OTHER_ROWS = 128
 
@@ -84,11 +85,11 @@ class TuningEngine:
 
 
 def steps_of(num_tokens: int, layers: int) -> int:
-    """Steps that are queued back to back for one sample: the same on all ranks, whatever they measure.
+    """Steps of one sample: the same on all ranks, whatever they measure.
 
-    So many that a sample takes some tens of milliseconds.
+    A sample takes about ten milliseconds, or one step: more, shorter ones say more in the same time.
     """
-    return max(1, min(5, 32768 // (num_tokens * layers)))
+    return max(1, min(5, 8192 // (num_tokens * layers)))
 
 
 class GpuRunner:
@@ -118,10 +119,9 @@ class GpuRunner:
         self.context = Engine.of_plan(plan, comm).context(symmetric=engine.symmetric)
         self.graphs = StepGraphs(self.context, GRAPHS)
         self.stream = Stream()
-        self._events = tuple(call("cudaEventCreate") for _ in range(2))
+        self.timer = StepTimer(self.stream, SmClock(self.stream, engine.space.sms))
         self._x, self._out, self._expected, self._counts = on_all_ranks(comm, "inputs and outputs", self._arrays)
-        self._step: Callable[[], None] | None = None
-        self._tokens = self.reference_tokens = 0
+        self.reference_tokens = 0
 
     def _arrays(self) -> tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray]:
         """The rows to run, equal on all ranks, two outputs, and what the inputs lie in whose values nothing reads."""
@@ -181,27 +181,14 @@ class GpuRunner:
         """Whether collectives found their tensors in symmetric memory, at the same offsets on all ranks."""
         return bool(self.context.symmetric) and not plugin_library().counters()["offset_fallbacks"]
 
-    def prepare(self, num_tokens: int, candidate: Candidate) -> None:
-        """See `measure.Runner`."""
-        self._step = self._queued(num_tokens, candidate, self._out)
-        self._tokens = num_tokens
-        time.sleep(GAP_SECONDS)
-
-    def time(self) -> float:
-        """See `measure.Runner`: of steps that are queued back to back, between device events."""
-        if self._step is None:
-            raise TokenWeaveError("no step is prepared")
-        start, end = self._events
-        count = steps_of(self._tokens, self.engine.stack.config.num_hidden_layers)
-        # One step ahead of the first event: what TensorRT does once after a change of shapes is done, the queue is full
-        # when the event comes, and the ranks have met.
-        self._step()
-        call("cudaEventRecord", start, self.stream.handle)
-        for _ in range(count):
-            self._step()
-        call("cudaEventRecord", end, self.stream.handle)
-        self.stream.synchronize()
-        return float(call("cudaEventElapsedTime", start, end)) / count
+    def time(self, steps: Sequence[tuple[int, Candidate]], lead: int) -> list[Timing]:
+        """See `measure.Runner`: between device events."""
+        layers = self.engine.stack.config.num_hidden_layers
+        prepared = [partial(self._queued, *step, self._out) for step in steps]
+        if self.engine.mode == "graph":
+            for prepare in prepared:
+                prepare()  # captures wait for the GPU
+        return self.timer.time([(p, steps_of(n, layers)) for p, (n, _) in zip(prepared, steps, strict=True)], lead)
 
     def _run(self, num_tokens: int, candidate: Candidate, out: DeviceArray) -> None:
         """A step as it will be timed, after one on other rows: what a collective left behind would else look right."""

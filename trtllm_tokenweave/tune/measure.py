@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from trtllm_tokenweave.agreement import gather_json, on_all_ranks, slowest
+from trtllm_tokenweave.agreement import gather_json, on_all_ranks, slowest, slowest_each
+from trtllm_tokenweave.bench.step_timer import Timing, lead_steps
 from trtllm_tokenweave.comm import CommBackend
 from trtllm_tokenweave.errors import TokenWeaveError
 from trtllm_tokenweave.tune.candidates import Candidate
@@ -19,6 +21,8 @@ from trtllm_tokenweave.tune.store import BucketRecord, Measured, Record, save_re
 TOLERANCE = 0.1
 #: Seconds between two writes of the samples.
 SAVE_SECONDS = 2.0
+#: Samples that are queued at once: what a run that is killed loses.
+MAX_QUEUED = 32
 
 
 class Runner(Protocol):
@@ -40,11 +44,8 @@ class Runner(Protocol):
         ``num_tokens`` are `reference_tokens`.
         """
 
-    def prepare(self, num_tokens: int, candidate: Candidate) -> None:
-        """Bind a step."""
-
-    def time(self) -> float:
-        """Milliseconds of what :meth:`prepare` bound."""
+    def time(self, steps: Sequence[tuple[int, Candidate]], lead: int) -> list[Timing]:
+        """Time each step (tokens and candidate), all queued without a pause after ``lead`` of the first."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Run:
     started: float
     file: Path | None = None
     say: Callable[[str], None] = lambda _: None
+    _saved: list[float] = field(default_factory=list)
 
     def elapsed(self) -> float:
         """Seconds since the run began, earlier runs that it goes on from included; rank 0's on all ranks."""
@@ -77,6 +79,13 @@ class Run:
         """Save the samples on rank 0, with the time that they took."""
         if self.comm.rank == 0 and self.file is not None:
             save_record(self.record.model_copy(update={"seconds": seconds}), self.file)
+
+    def save_now_and_then(self) -> None:
+        """Save where the last time is a while ago. Rank 0 alone looks at its clock: the others have nothing to save."""
+        now = self.clock()
+        if self.comm.rank == 0 and now - (self._saved or [self.started])[-1] >= SAVE_SECONDS:
+            self._saved[:] = [now]
+            self.save(self.record.seconds + now - self.started)
 
 
 class Bench:
@@ -96,22 +105,24 @@ class Bench:
         self._seen: set[Candidate] = set()
         self._checked_whole: set[Candidate] = set()
         self._shuffled = random.Random(num_tokens)
-        self._saved = run.clock()
 
     def usable(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those whose results are right; each is looked at once, before it is timed."""
         return [c for c in candidates if not self._rejected(c)]
 
     def measure(self, candidates: Sequence[Candidate], rounds: int) -> dict[Candidate, list[float]]:
-        """Milliseconds of ``rounds`` new samples of each usable candidate, in another order in each round."""
-        order = self.usable(candidates)
-        times: dict[Candidate, list[float]] = {c: [] for c in order}
-        for _ in range(rounds):
-            self._shuffled.shuffle(order)
-            for candidate in order:
-                times[candidate].append(self._sample(candidate))
-            self._save_now_and_then()
-        return times
+        """See :func:`measure`."""
+        return measure([self], candidates, rounds)
+
+    def shuffle(self, candidates: list[Candidate]) -> None:
+        """Put candidates in another order: the same on all ranks, and in a run that goes on."""
+        self._shuffled.shuffle(candidates)
+
+    def next_sample(self, candidate: Candidate) -> tuple[list[float], int]:
+        """Where the next sample of a candidate is, or will be: in its list, at a place that may be past its end."""
+        taken = self._taken.get(candidate, 0)
+        self._taken[candidate] = taken + 1
+        return self._verified(candidate).ms, taken
 
     def check_whole(self, candidate: Candidate) -> None:
         """Verify every row of a candidate's result; what is wrong is rejected."""
@@ -130,7 +141,7 @@ class Bench:
             found = self.record.add(candidate, *_judged(self._error(candidate)))
         return found
 
-    def _verify_again(self, candidate: Candidate) -> None:
+    def verify_again(self, candidate: Candidate) -> None:
         """What an earlier run verified is looked at once more before it is timed in this one."""
         if candidate not in self._seen and _judged(self._error(candidate))[1]:
             raise TokenWeaveError(f"{candidate} at {self.num_tokens} tokens: a result that was right is now wrong")
@@ -144,26 +155,60 @@ class Bench:
         error = on_all_ranks(comm, f"{candidate} {where}", lambda: runner.error(n, candidate, whole=whole))
         return slowest(comm, error if math.isfinite(error) else math.inf)
 
-    def _sample(self, candidate: Candidate) -> float:
-        found, taken = self._verified(candidate), self._taken.get(candidate, 0)
-        if taken == len(found.ms):
-            self._verify_again(candidate)
-            comm, runner = self.run.comm, self.run.runner
-            tag = f"{candidate} at {self.num_tokens} tokens"
-            on_all_ranks(comm, tag, lambda: runner.prepare(self.num_tokens, candidate))
-            milliseconds = slowest(comm, on_all_ranks(comm, tag, runner.time))
-            if not 0 < milliseconds < math.inf:
-                raise TokenWeaveError(f"{tag}: a step took {milliseconds} ms")
-            found.ms.append(round(milliseconds, 5))
-        self._taken[candidate] = taken + 1
-        return found.ms[taken]
+    def newest(self) -> float | None:
+        """Milliseconds of some sample; None: there is none yet."""
+        return next((found.ms[-1] for found in self.record.candidates.values() if found.ms), None)
 
-    def _save_now_and_then(self) -> None:
-        """Rank 0 alone looks at its clock: the others have nothing to save."""
-        run = self.run
-        if run.comm.rank == 0 and run.clock() - self._saved >= SAVE_SECONDS:
-            self._saved = run.clock()
-            run.save(run.record.seconds + self._saved - run.started)
+
+def measure(
+    benches: Sequence[Bench], candidates: Sequence[Candidate], rounds: int, turn: int = 0
+) -> dict[Candidate, list[float]]:
+    """Milliseconds of ``rounds`` new samples of each candidate that is usable at all counts.
+
+    Rounds take turns at the counts of ``benches``, the ``turn``-th first, with the candidates in another order in each.
+    """
+    order = [c for c in candidates if all(bench.usable([c]) for bench in benches)]
+    samples: list[tuple[Bench, Candidate]] = []
+    for number in range(turn, turn + rounds):
+        bench = benches[number % len(benches)]
+        bench.shuffle(order)
+        samples += [(bench, candidate) for candidate in order]
+    places = [bench.next_sample(candidate) for bench, candidate in samples]
+    missing = [sample for sample, (ms, taken) in zip(samples, places, strict=True) if taken >= len(ms)]
+    for first in range(0, len(missing), MAX_QUEUED):
+        _take(missing[first : first + MAX_QUEUED])
+    times: dict[Candidate, list[float]] = {c: [] for c in order}
+    for (_, candidate), (ms, taken) in zip(samples, places, strict=True):
+        times[candidate].append(ms[taken])
+    return times
+
+
+def _take(samples: Sequence[tuple[Bench, Candidate]]) -> None:
+    """Measure what no earlier run has, and save it now and then.
+
+    A sample is kept as it would be at the clock of the run's first ones, `Record.mhz`: in proportion to the clock that
+    it ran at, of the GPU whose clock was lowest, for which the others wait. What the clock does not make faster, as a
+    collective that nothing hides, is thereby corrected too much, by its share of the step times the difference of the
+    clocks: two small numbers.
+    """
+    for bench, candidate in samples:
+        bench.verify_again(candidate)
+    first = samples[0][0]
+    run, lead = first.run, lead_steps(first.newest())
+    steps = [(bench.num_tokens, candidate) for bench, candidate in samples]
+    found = on_all_ranks(run.comm, f"steps of {first.num_tokens} tokens", lambda: run.runner.time(steps, lead))
+    times = slowest_each(run.comm, [timing.ms for timing in found])
+    clocks = [-mhz for mhz in slowest_each(run.comm, [-timing.mhz for timing in found])]
+    if not run.record.mhz:
+        run.record.mhz = round(statistics.median(clocks), 1)
+    for (bench, candidate), milliseconds, mhz in zip(samples, times, clocks, strict=True):
+        if not (0 < milliseconds < math.inf and 0 < mhz < math.inf):
+            what = f"a step took {milliseconds} ms at {mhz} MHz"
+            raise TokenWeaveError(f"{candidate} at {bench.num_tokens} tokens: {what}")
+        measured = bench.record.candidates[str(candidate)]
+        measured.ms.append(round(milliseconds * mhz / run.record.mhz, 5))
+        measured.mhz.append(round(mhz, 1))
+    run.save_now_and_then()
 
 
 def _judged(error: float) -> tuple[float | None, str]:

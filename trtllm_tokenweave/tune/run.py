@@ -297,11 +297,12 @@ class _Session:
             beside = {
                 "format_version": 1,
                 "what": f"candidates of {output.name}: ms a step of {arguments.layers} decoder layers of "
-                f"{arguments.model}, tp_size {comm.size}",
+                f"{arguments.model}, tp_size {comm.size}; at one clock (mhz; those of candidates: what they ran at)",
                 "table_sha256": table.sha256,
                 "command": _command(comm.size),
                 "measured": measured.model_dump(mode="json"),
                 **document,
+                "mhz": run.record.mhz,
                 "buckets": measurements(run, choices),
             }
             _write(_beside(output), beside)
@@ -333,22 +334,25 @@ class _Session:
         what = "the table's choice, the best of an exhaustive sweep and fuse-only at token counts that were not tuned"
         head = self._head(what, table) | document
         rows: list[dict[str, Any]] = []
-        for row in held_out(table, self.space, self._run(Record(key={}), runner, None), counts):
+        record = Record(key={})
+        for row in held_out(table, self.space, self._run(record, runner, None), counts):
             rows.append(row)
-            self._write_result(output, {**head, "symmetric": runner.symmetric, "held_out": rows})
+            self._write_result(output, {**head, "symmetric": runner.symmetric, "mhz": record.mhz, "held_out": rows})
 
     def _jitter(self, table: TuningTable, runner: GpuRunner, document: dict[str, Any], output: Path) -> None:
         head = self._head("even split, the table's choice and fuse-only", table) | document
         rows: list[dict[str, Any]] = []
-        for row in jitter(table, self.space, self._run(Record(key={}), runner, None), self.arguments.jitter_counts):
+        record = Record(key={})
+        for row in jitter(table, self.space, self._run(record, runner, None), self.arguments.jitter_counts):
             rows.append(row)
-            self._write_result(output, {**head, "symmetric": runner.symmetric, "jitter": rows})
+            self._write_result(output, {**head, "symmetric": runner.symmetric, "mhz": record.mhz, "jitter": rows})
 
     def _head(self, what: str, table: TuningTable) -> dict[str, Any]:
         arguments = self.arguments
         return {
             "what": f"{what}; ms a step of {arguments.layers} decoder layers of {arguments.model}, hidden "
-            f"{arguments.config.hidden_size}, tp_size {self.comm.size}; medians of interleaved samples, slower rank",
+            f"{arguments.config.hidden_size}, tp_size {self.comm.size}; medians of interleaved samples at one "
+            "clock (mhz), slower rank",
             "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
             "command": _command(self.comm.size),
             "machine": {key: value for key, value in self._key().items() if key in _MACHINE},

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from trtllm_tokenweave.errors import TokenWeaveError
 from trtllm_tokenweave.tune.candidates import COARSE_STEP, FINE_STEP, Candidate, Space
-from trtllm_tokenweave.tune.measure import Bench
-from trtllm_tokenweave.tune.statistics import Interval, relative_difference
+from trtllm_tokenweave.tune.measure import Bench, measure
+from trtllm_tokenweave.tune.statistics import Interval, relative_difference, worst_difference
 from trtllm_tokenweave.waves import GemmShape
 
 #: Samples with which candidates are compared while looking around.
 LOOK_ROUNDS = 2
-#: Rounds of the last comparison: at least, and at most.
-MIN_ROUNDS, MAX_ROUNDS = 8, 30
+#: Rounds of the last comparison: at first, between two looks, and at most. They take turns at one count or two.
+MIN_ROUNDS, MORE_ROUNDS, MAX_ROUNDS = 8, 4, 32
 #: Splits, and fuse-only candidates, in the last comparison.
 FINALISTS, FUSE_FINALISTS = 3, 2
 #: Of one offset: other CTAs change little, another offset may be better in the middle of a row.
@@ -25,8 +25,8 @@ SAME_OFFSET = 2
 CONFIDENCE = 0.95
 #: A split that is used gains more than this: less is not worth twice the collectives.
 MIN_GAIN = 0.002
-#: And, with nine chances in ten (the upper end of an 80 % interval), loses no more than this. At 95 % a gain of 5 % was
-#: missed for one disturbed pair of eight.
+#: And, with nine chances in ten (the upper end of an 80 % interval), loses no more than this, nor does it at one of the
+#: counts alone. At 95 % a gain of 5 % was missed for one disturbed pair of eight.
 MAX_LOSS, USE_CONFIDENCE = 0.01, 0.8
 #: Where two differ by less, it does not matter which is taken.
 SAME = 0.003
@@ -39,7 +39,8 @@ class Choice:
     Attributes:
         num_tokens: Tokens of the step: the row's largest count.
         candidate: What the table should say.
-        best_split: The fastest split, used or not; None where none could run.
+        best_split: The fastest split, used or not, of those that lose at no count if there are any; None where none
+            could run.
         fuse: The fastest fuse-only candidate.
         gain: Interval of best split / fuse-only - 1 over interleaved pairs; None without a split.
         middle: The count within the row at which every second pair was measured; None: none was.
@@ -97,7 +98,7 @@ class Search:
         else:
             self._look_around(bench, looked, fuse_only=True)
             self._look_around(bench, looked, fuse_only=False)
-        return self._decide(bench, middle, looked)
+        return self._decide([bench] if middle is None else [bench, middle], looked)
 
     def _look_around(self, bench: Bench, looked: dict[Candidate, list[float]], *, fuse_only: bool) -> None:
         """Move to the best neighbour while there is a better one, in coarse steps first; adds to ``looked``."""
@@ -116,9 +117,9 @@ class Search:
                 if best_of(times, fuse_only) == best:
                     break
 
-    def _decide(self, bench: Bench, middle: Bench | None, looked: dict[Candidate, list[float]]) -> Choice:
+    def _decide(self, benches: Sequence[Bench], looked: dict[Candidate, list[float]]) -> Choice:
         """Measure the best ones side by side, and take a split only if it wins and surely loses next to nothing."""
-        benches = [bench] if middle is None else [bench, middle]
+        bench, turns = benches[0], len(benches)
         ranked = sorted(looked, key=lambda c: statistics.median(looked[c]))
         while True:
             ranked = bench.usable(ranked)
@@ -126,18 +127,18 @@ class Search:
             splits = self._runnable(_varied(c for c in ranked if c.offset is not None), benches)
             finalists = [*itertools.islice(splits, FINALISTS), *itertools.islice(fuses, FUSE_FINALISTS)]
             times = compare(benches, finalists, self.out_of_time)
-            split, fuse = fastest(times, fuse_only=False), fastest(times, fuse_only=True)
+            split, fuse = (fastest(times, fuse_only=fuse_only, turns=turns) for fuse_only in (False, True))
             if fuse is None:
                 counts = " or ".join(str(b.num_tokens) for b in benches)
                 raise TokenWeaveError(f"no fuse-only step of {counts} tokens gives the same result twice")
-            at = None if middle is None else middle.num_tokens
+            middle = None if turns == 1 else benches[1].num_tokens
             if split is None:
-                return Choice(bench.num_tokens, fuse, None, fuse, None, at)
-            choice = split if _is_gain(times[split], times[fuse]) else fuse
+                return Choice(bench.num_tokens, fuse, None, fuse, None, middle)
+            choice = split if _is_gain(times[split], times[fuse], turns) else fuse
             bench.check_whole(choice)
             if bench.usable([choice]):
-                gain = relative_difference(times[split], times[fuse], CONFIDENCE)
-                return Choice(bench.num_tokens, choice, split, fuse, gain, at)
+                gain = relative_difference(times[split], times[fuse], CONFIDENCE, turns)
+                return Choice(bench.num_tokens, choice, split, fuse, gain, middle)
             # Else it is wrong in a row that the quick look left out.
 
     def _runnable(self, candidates: Iterable[Candidate], benches: Sequence[Bench]) -> Iterator[Candidate]:
@@ -147,9 +148,9 @@ class Search:
                 yield candidate
 
 
-def _is_gain(split: Sequence[float], fuse: Sequence[float]) -> bool:
-    gain = relative_difference(split, fuse, USE_CONFIDENCE)
-    return gain.median < -MIN_GAIN and gain.high < MAX_LOSS
+def _is_gain(split: Sequence[float], fuse: Sequence[float], turns: int) -> bool:
+    gain = relative_difference(split, fuse, USE_CONFIDENCE, turns)
+    return gain.median < -MIN_GAIN and gain.high < MAX_LOSS and worst_difference(split, fuse, turns) < MAX_LOSS
 
 
 def _varied(splits: Iterable[Candidate]) -> Iterator[Candidate]:
@@ -166,10 +167,10 @@ def best_of(times: dict[Candidate, list[float]], fuse_only: bool) -> Candidate |
     return min(_of_kind(times, fuse_only), key=lambda c: statistics.median(times[c]), default=None)
 
 
-def fastest(times: dict[Candidate, list[float]], fuse_only: bool) -> Candidate | None:
+def fastest(times: dict[Candidate, list[float]], fuse_only: bool, turns: int = 1) -> Candidate | None:
     """The fastest of the splits, or of the fuse-only candidates, by pairs: those of a round are of one token count."""
     found = _of_kind(times, fuse_only)
-    return min(found, key=lambda c: relative_difference(times[c], times[found[0]]).median, default=None)
+    return min(found, key=lambda c: relative_difference(times[c], times[found[0]], turns=turns).median, default=None)
 
 
 def _of_kind(times: dict[Candidate, list[float]], fuse_only: bool) -> list[Candidate]:
@@ -186,39 +187,53 @@ def compare(
     are pairs.
     """
     times: dict[Candidate, list[float]] = {c: [] for c in finalists}
-    for done in range(MAX_ROUNDS):
-        if done >= MIN_ROUNDS:
-            times = without_losers(times)
-            if _is_clear(times) or out_of_time():
-                break
-        for candidate, more in benches[done % len(benches)].measure(list(times), 1).items():
+    done, rounds, turns = 0, MIN_ROUNDS, len(benches)
+    while done < MAX_ROUNDS:
+        for candidate, more in measure(benches, list(times), rounds, turn=done).items():
             times[candidate] += more
+        done, rounds = done + rounds, MORE_ROUNDS
+        times = without_losers(times, turns)
+        if _is_clear(times, turns) or out_of_time():
+            break
     return times
 
 
-def without_losers(times: dict[Candidate, list[float]]) -> dict[Candidate, list[float]]:
-    """Without those that are slower than the best of their kind, or no different from it."""
-    kept = {}
+def without_losers(times: dict[Candidate, list[float]], turns: int) -> dict[Candidate, list[float]]:
+    """Without those that are slower than the best of their kind, or no different from it.
+
+    The best split is one that loses at no count, where there is such a one.
+    """
+    times, kept = _losing_nowhere(times, turns), {}
     for fuse_only in (False, True):
-        best = fastest(times, fuse_only)
+        best = fastest(times, fuse_only, turns)
         if best is None:
             continue
         for candidate in _of_kind(times, fuse_only):
-            over = relative_difference(times[candidate], times[best], CONFIDENCE)
+            over = relative_difference(times[candidate], times[best], CONFIDENCE, turns)
             if candidate == best or not (over.low > 0 or _same(over)):
                 kept[candidate] = times[candidate]
     return kept
 
 
-def _is_clear(times: dict[Candidate, list[float]]) -> bool:
+def _losing_nowhere(times: dict[Candidate, list[float]], turns: int) -> dict[Candidate, list[float]]:
+    """Without splits that lose too much at one of the counts, as long as others are left."""
+    fuse = fastest(times, fuse_only=True, turns=turns)
+    splits = {c: t for c, t in times.items() if c.offset is not None}
+    if fuse is None:
+        return times
+    kept = {c: t for c, t in splits.items() if worst_difference(t, times[fuse], turns) < MAX_LOSS}
+    return {c: t for c, t in times.items() if not kept or c.offset is None or c in kept}
+
+
+def _is_clear(times: dict[Candidate, list[float]], turns: int) -> bool:
     """Whether one of each kind is left, and it is clear which of the two is faster, or that they are the same."""
-    kinds = [fastest(times, fuse_only) for fuse_only in (False, True)]
+    kinds = [fastest(times, fuse_only, turns) for fuse_only in (False, True)]
     if len(times) > len([best for best in kinds if best is not None]):
         return False
     split, fuse = kinds
     if split is None or fuse is None:
         return True
-    gain = relative_difference(times[split], times[fuse], CONFIDENCE)
+    gain = relative_difference(times[split], times[fuse], CONFIDENCE, turns)
     return gain.excludes_zero or _same(gain)
 
 

@@ -55,9 +55,25 @@ def _signed_ranks_outside(count: int, probability: float) -> int:
     return sum(1 for _ in itertools.takewhile(lambda total: total <= probability * 2**count, below)) - 1
 
 
-def relative_difference(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Interval of a / b - 1 over pairs that were measured together."""
-    return centre_interval([x / y - 1 for x, y in zip(a, b, strict=True)], confidence)
+def relative_difference(a: Sequence[float], b: Sequence[float], confidence: float = 0.95, turns: int = 1) -> Interval:
+    """Interval of a / b - 1 over pairs that were measured together.
+
+    Args:
+        a: Of one candidate.
+        b: Of the other.
+        confidence: See :func:`centre_interval`.
+        turns: The pairs took turns at so many token counts. The centre is the mean of the counts' own centres: it is
+            what a step gains whose tokens are any of them. The interval is that of the pairs around their count's.
+    """
+    ratios = [x / y - 1 for x, y in zip(a, b, strict=True)]
+    centres = [centre_interval(ratios[first::turns]).median for first in range(turns)]
+    mean = statistics.fmean(centres)
+    return centre_interval([ratio - centres[i % turns] + mean for i, ratio in enumerate(ratios)], confidence)
+
+
+def worst_difference(a: Sequence[float], b: Sequence[float], turns: int) -> float:
+    """Centre of a / b - 1 at the count where it is largest; see :func:`relative_difference`."""
+    return max(relative_difference(a[first::turns], b[first::turns]).median for first in range(turns))
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:

@@ -31,7 +31,8 @@ class Measured(BaseModel):
         mlp: See `Candidate`.
         error: Largest relative error of a row against the fuse-only result; None where the result was not finite.
         rejected: Why the candidate is not timed, or empty.
-        ms: Milliseconds a step of the slowest rank, in the order in which they were measured.
+        ms: Milliseconds a step of the slowest rank, at the clock `Record.mhz`, in the order in which they were taken.
+        mhz: The clock at which each was measured.
     """
 
     model_config = _STRICT
@@ -42,6 +43,7 @@ class Measured(BaseModel):
     error: float | None = 0.0
     rejected: str = ""
     ms: list[float] = Field(default_factory=list)
+    mhz: list[float] = Field(default_factory=list)
 
     @property
     def candidate(self) -> Candidate:
@@ -88,14 +90,16 @@ class Record(BaseModel):
         format_version: Version of this form.
         key: What the samples depend on, by name; samples of another key are worth nothing here.
         seconds: Spent so far, engines included.
+        mhz: The clock that all samples are given at; 0: there are none yet.
         buckets: By token count.
     """
 
     model_config = _STRICT
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     key: dict[str, Any]
     seconds: Annotated[float, Field(ge=0)] = 0.0
+    mhz: Annotated[float, Field(ge=0)] = 0.0
     buckets: dict[int, Annotated[BucketRecord, Field()]] = Field(default_factory=dict)
 
     def bucket(self, num_tokens: int) -> BucketRecord:

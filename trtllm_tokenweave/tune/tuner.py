@@ -195,7 +195,7 @@ def candidate_rows(run: Run, num_tokens: int) -> list[dict[str, Any]]:
         if found.ms:
             low, high = spread(found.ms)
             row |= {"samples": len(found.ms), "median_ms": round(statistics.median(found.ms), 4)}
-            row |= {"quartiles_ms": [round(low, 4), round(high, 4)]}
+            row |= {"quartiles_ms": [round(low, 4), round(high, 4)], "mhz": round(statistics.median(found.mhz))}
         rows.append(row)
     return rows
 
