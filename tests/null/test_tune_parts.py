@@ -64,6 +64,18 @@ def test_differences_are_of_pairs() -> None:
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)
 
 
+def test_intervals_over_two_counts_hold_the_mean_as_often_as_they_say() -> None:
+    noise = random.Random(2)
+    for count in (8, 16):
+        held = 0
+        for _ in range(1000):
+            # Centres of 0.05 and -0.01 at the two counts.
+            a = [1 + 0.06 * (i % 2 == 0) - 0.01 + noise.gauss(0, 0.01) for i in range(count)]
+            found = relative_difference(a, [1.0] * count, turns=2)
+            held += found.low <= 0.02 <= found.high
+        assert 930 <= held <= 985
+
+
 def test_differences_over_two_counts_are_those_of_the_counts_on_average() -> None:
     """Three of four pairs at the first count would else make it the row's; and what counts differ by is no noise."""
     a, b = [0.9, 1.04, 0.9, 1.04, 0.9, 1.04, 0.9, 1.04], [1.0] * 8

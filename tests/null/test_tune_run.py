@@ -255,6 +255,40 @@ class WrongGraphs:
             self.context.step(inputs, outputs, stream)
 
 
+class FewGraphs:
+    """Room for three graphs; the one that was run the longest ago makes room. Capturing waits, so not among samples."""
+
+    counters = SimpleNamespace(fallback=0, reason="")
+
+    def __init__(self, context: Any, cuda: EventRuntime) -> None:
+        self.context, self.cuda, self.kept = context, cuda, list[int]()
+
+    def has(self, inputs: Bindings, _outputs: Bindings) -> bool:
+        return inputs[PREFIX_INPUT].shape[0] in self.kept
+
+    def step(self, inputs: Bindings, outputs: Bindings, stream: Any) -> None:
+        prefix = inputs[PREFIX_INPUT].shape[0]
+        if prefix in self.kept:
+            self.kept.remove(prefix)
+        else:
+            assert not self.cuda.marks, "captured between samples"
+        self.kept = [*self.kept, prefix][-3:]
+        self.context.step(inputs, outputs, stream)
+
+
+def test_no_graph_is_captured_between_samples(runner: GpuRunner, cuda: EventRuntime) -> None:
+    from dataclasses import replace
+
+    runner.engine = replace(runner.engine, mode="graph")
+    graphs = FewGraphs(runner.context, cuda)
+    runner.graphs = graphs  # type: ignore[assignment]
+    old, unused, other, new = (Candidate(offset, SPACE.launch(8), SPACE.launch(4)) for offset in (0, 8, 16, 24))
+    for candidate in (old, unused, other):
+        runner.reference_tokens = 100
+        runner.error(100, candidate)
+    assert len(runner.time([(100, other), (100, old), (100, new)], lead=1)) == 3
+
+
 def test_a_rank_without_memory_is_an_error_on_all(runner: GpuRunner, tmp_path: Path) -> None:
     class Full(GpuRunner):
         def _arrays(self) -> Any:

@@ -187,7 +187,8 @@ class GpuRunner:
         prepared = [partial(self._queued, *step, self._out) for step in steps]
         if self.engine.mode == "graph":
             for prepare in prepared:
-                prepare()  # captures wait for the GPU
+                # Captures wait for the GPU. Run, too: what was used last is not dropped for the graphs that follow.
+                prepare()()
         return self.timer.time([(p, steps_of(n, layers)) for p, (n, _) in zip(prepared, steps, strict=True)], lead)
 
     def _run(self, num_tokens: int, candidate: Candidate, out: DeviceArray) -> None:

@@ -68,7 +68,10 @@ def relative_difference(a: Sequence[float], b: Sequence[float], confidence: floa
     ratios = [x / y - 1 for x, y in zip(a, b, strict=True)]
     centres = [centre_interval(ratios[first::turns]).median for first in range(turns)]
     mean = statistics.fmean(centres)
-    return centre_interval([ratio - centres[i % turns] + mean for i, ratio in enumerate(ratios)], confidence)
+    # Values lie nearer to a centre of their own than to that of all: one degree of freedom less for each count.
+    wider = math.sqrt((len(ratios) - 1) / (len(ratios) - turns)) if len(ratios) > turns else 1.0
+    spread_out = [mean + wider * (ratio - centres[i % turns]) for i, ratio in enumerate(ratios)]
+    return centre_interval(spread_out, confidence)
 
 
 def worst_difference(a: Sequence[float], b: Sequence[float], turns: int) -> float:
