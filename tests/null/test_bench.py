@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,148 @@ def test_figures_of_the_smaller_engines_come_from_their_result() -> None:
     small = [100 * (r["even_split_ms"] / r["fuse_only_ms"] - 1) for r in rows if r["num_tokens"] == 1024]
     assert "it is {:.1f} and {:.1f} % slower than fuse only".format(*small) in text
     assert f"and took {rows[0]['fuse_only_ms']:.2f} there" in text
+
+
+def over(time: float, other: float) -> str:
+    """How much longer ``time`` is, in percent."""
+    return f"{100 * (time / other - 1):+.1f} %"
+
+
+def lines_of(columns: dict[str, list[str]]) -> list[str]:
+    """Lines of a table of the documentation, by their names."""
+    return [f"| {' | '.join([name, *cells])} |" for name, cells in columns.items()]
+
+
+def whole_attention_lines(rows: Sequence[Any], mode: str) -> list[str]:
+    """Attention split beside attention whole, milliseconds a step; ``rows`` are those of the mode."""
+    columns = {f"ms a step, {mode}": [str(row["num_tokens"]) for row in rows]}
+    for title, column in (
+        ("stock", "stock"),
+        ("fuse only", "fuse_only"),
+        ("even split", "even_split"),
+        ("even split, attention whole", "whole_attention_even"),
+        ("the table's choice", "tuned_split"),
+        ("the table's choice, attention whole", "whole_attention_tuned"),
+        ("no communication", "no_comm"),
+    ):
+        columns[title] = [f"{row[f'{column}_ms']:.2f}" for row in rows]
+    for title, column, other in (
+        ("even split: attention whole, over split", "whole_attention_even", "even_split"),
+        ("the table's choice: attention whole, over split", "whole_attention_tuned", "tuned_split"),
+        ("even split, attention whole, over fuse only", "whole_attention_even", "fuse_only"),
+        ("the table's choice, over even split", "tuned_split", "even_split"),
+        ("the table's choice, over no communication", "tuned_split", "no_comm"),
+    ):
+        columns[title] = [over(row[f"{column}_ms"], row[f"{other}_ms"]) for row in rows]
+    return lines_of(columns)
+
+
+def test_figures_of_whole_attention_come_from_their_result() -> None:
+    e2e, document = result("e2e_table_tp2.json"), (ROOT / "docs/benchmarks.md").read_text()
+    rows, text = e2e["rows"], " ".join(document.split())
+    for mode in ("eager", "graph"):
+        lines = whole_attention_lines([row for row in rows if row["mode"] == mode], mode)
+        assert f"{lines[0]}\n|{'---|' * 5}\n" + "\n".join(lines[1:]) + "\n" in document
+    (shipped,) = (ROOT / "tuning/tables").glob("*_h200.json")
+    assert load_table(shipped).sha256 != e2e["table"] == result("trace_tp2.json")["table"]
+    assert "timeline" not in e2e
+    assert max(row["error"] for row in rows) < 0.0175
+    by_count = {(row["num_tokens"], row["mode"]): row for row in rows}
+    # The table splits neither 1024 nor 2048 tokens; from 4096 on its choice is the even split with the same CTAs.
+    for row in rows:
+        assert (row["prefix_tuned"] == row["num_tokens"]) == (row["num_tokens"] < 4096)
+        even = (row["prefix_even"], row["ctas_even"])
+        assert (even == (row["prefix_tuned"], row["ctas_tuned"])) == (row["num_tokens"] >= 4096)
+
+    def percent(column: str, other: str, counts: Sequence[int]) -> list[float]:
+        """Of the counts, each eager and as a graph."""
+        pairs = [by_count[tokens, mode] for tokens in counts for mode in ("eager", "graph")]
+        return [100 * (row[f"{column}_ms"] / row[f"{other}_ms"] - 1) for row in pairs]
+
+    cost = percent("whole_attention_even", "even_split", (2048, 4096, 1024, 8192))
+    said = "costs {:.1f} (eager) and {:.1f} % (graph) at 2048 tokens, {:.1f} and {:.1f} % at 4096, "
+    said += "{:.1f} and {:.1f} % at 1024, {:.1f} and {:.1f} % at 8192."
+    assert said.format(*cost) in text
+    slower = percent("whole_attention_even", "fuse_only", (1024, 2048, 4096))
+    faster = percent("whole_attention_even", "fuse_only", (8192,))
+    assert f"{min(slower):.1f} to {max(slower):.1f} % slower than fuse only up to 4096 tokens" in text
+    assert f"and {-max(faster):.1f} to {-min(faster):.1f} % faster at 8192" in text
+    apart = percent("tuned_split", "even_split", (4096, 8192))
+    assert min(apart) > 0
+    assert f"{min(apart):.1f} to {max(apart):.1f} % apart, the table's column the slower one each time" in text
+    whole = [abs(share) for share in percent("whole_attention_tuned", "whole_attention_even", (4096, 8192))]
+    assert f"with attention whole {min(whole):.1f} to {max(whole):.1f} %" in text
+    chosen = percent("tuned_split", "even_split", (2048,))
+    assert "fuse-only, {:.1f} (eager) and {:.1f} % (graph) slower than the even split".format(*chosen) in text
+    best = percent("tuned_split", "even_split", (1024,))
+    assert "at 1024 it is {:.1f} and {:.1f} % faster".format(*(-share for share in best)) in text
+    fused = percent("even_split", "fuse_only", (1024,))
+    assert "with its 4 CTAs is {:.1f} and {:.1f} % slower than fuse only there".format(*fused) in text
+    assert {by_count[tokens, mode]["ctas_even"] for tokens, mode in by_count if tokens < 4096} == {4}
+    behind = percent("tuned_split", "no_comm", (2048, 4096, 8192))
+    assert f"is {min(behind):.1f} to {max(behind):.1f} % slower than no communication" in text
+    assert f"on the same kind of machine, {e2e['date']}, without the peer" in text
+    checks = [" ".join(e2e["engines"][name]["checks"]) for name in ("woven", "whole")]
+    assert all(f"({n} of 32 collectives have layers" in c for n, c in zip((31, 24), checks, strict=True))
+    assert "24 of 32 collectives have layers beside them, where 31 have with attention split" in text
+    memory = {name: engine["memory_bytes"] for name, engine in e2e["engines"].items()}
+    assert memory["woven"] == memory["whole"]
+    assert f"both take {memory['whole'] / 1e9:.2f} GB, {memory['whole'] / memory['stock']:.2f} times stock" in text
+
+
+def trace_lines(rows: Sequence[Any]) -> list[str]:
+    """A serving trace by budget."""
+    columns = {"most tokens of a step": [str(row["max_num_tokens"]) for row in rows]}
+    engines = {
+        "stock": "stock",
+        "fuse only": "fuse_only",
+        "even split": "even_split",
+        "the table's split": "tuned_split",
+        "no communication": "no_comm",
+    }
+    columns |= {f"{t}, tokens/s": [f"{r['tokens_per_s'][name]:.0f}" for r in rows] for t, name in engines.items()}
+    for title, name in list(engines.items())[1:]:
+        columns[f"stock / {title}"] = [f"{row['stock_ms'] / row[f'{name}_ms']:.3f}" for row in rows]
+    for title, name in (("even split", "even_split"), ("no communication", "no_comm")):
+        columns[f"the table's split, over {title}"] = [over(r["tuned_split_ms"], r[f"{name}_ms"]) for r in rows]
+    columns["steps"] = [str(sum(row["steps"].values())) for row in rows]
+    columns["of them split: even, the table's"] = [
+        f"{row['split_steps']['even_split']}, {row['split_steps']['tuned_split']}" for row in rows
+    ]
+    return lines_of(columns)
+
+
+def test_figures_of_the_trace_come_from_their_result() -> None:
+    trace, document = result("trace_tp2.json"), (ROOT / "docs/benchmarks.md").read_text()
+    rows, text = trace["rows"], " ".join(document.split())
+    lines = trace_lines(rows)
+    assert f"{lines[0]}\n|{'---|' * 5}\n" + "\n".join(lines[1:]) + "\n" in document
+    assert trace["date"] in text
+    assert f"splits with {trace['ctas']} CTAs" in text
+    assert not any(n for row in rows for n in row["graph_steps"].values())
+    assert not any(row["steps"]["decode"] for row in rows)
+    assert f"at most {100 * max(row['error'] for row in rows):.1f} % off" in text
+
+    def ratios(column: str, other: str, of: Sequence[Any] = rows) -> list[float]:
+        return [row[f"{column}_ms"] / row[f"{other}_ms"] for row in of]
+
+    faster = ratios("stock", "tuned_split")
+    assert f"{min(faster):.3f} to {max(faster):.3f} times as fast as stock" in text
+    bound = ratios("stock", "no_comm")
+    assert f"no communication itself {min(bound):.3f} to {max(bound):.3f} times" in text
+    behind = [100 * (ratio - 1) for ratio in ratios("tuned_split", "no_comm")]
+    assert min(behind) > 0
+    assert f"{min(behind):.1f} to {max(behind):.1f} % slower than no communication" in text
+    first, second, third, fourth = (100 * (ratio - 1) for ratio in ratios("tuned_split", "even_split"))
+    assert f"At budget 1024 the table's column is {first:.1f} % slower than the even split" in text
+    passes = rows[0]["passes_ms"]["tuned_split"]
+    assert f"its two passes differ by {100 * (max(passes) / min(passes) - 1):.1f} %" in text
+    assert f"at 2048 {-second:.1f} % faster" in text
+    assert f"gains {-third:.1f} % over the even one at 4096" in text
+    assert abs(fourth) < 0.05
+    assert all(row["split_steps"]["tuned_split"] == 0 for row in rows[:2])
+    unsplit = [100 * (1 - ratio) for ratio in ratios("tuned_split", "fuse_only", rows[:2])]
+    assert "{:.1f} and {:.1f} % faster than the fuse-only engine".format(*unsplit) in text
 
 
 def test_figures_of_the_step_in_cpp_come_from_their_result() -> None:

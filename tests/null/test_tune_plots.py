@@ -158,6 +158,7 @@ def test_every_result_is_drawn_by_one_command(tuned: dict[str, Any], tmp_path: P
         "table.measurements": (tuned, ["waves", "heat_map", "ctas"]),
         "stack": (json.loads((ROOT / "docs/results/stack_tp2.json").read_text()), ["speed_up_eager", "speed_up_graph"]),
         "e2e": (json.loads((ROOT / "docs/results/e2e_tp2.json").read_text()), ["speed_up_graph", "offsets"]),
+        "trace": (json.loads((ROOT / "docs/results/trace_tp2.json").read_text()), ["speed_up_trace"]),
         "jitter": ({"jitter": [{"num_tokens": n, "even_ms": 2.0, "tuned_ms": 1.0} for n in (64, 128)]}, ["jitter"]),
     }
     for stem, (document, names) in results.items():
@@ -260,7 +261,7 @@ def test_values_that_no_plot_can_show_are_refused(
 
 
 def test_a_trace_may_lack_a_kind_of_steps(tmp_path: Path) -> None:
-    row = {"num_tokens": 64, "max_num_tokens": 64, "stock_ms": 2.0, "woven_ms": 1.0}
+    row = {"max_num_tokens": 64, "stock_ms": 2.0, "woven_ms": 1.0}
     kinds = {name: {"prefill": 1.0, "mixed": 1.0, "decode": 0.0} for name in ("stock", "woven")}
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"rows": [row | {"kinds_ms": kinds}]}))

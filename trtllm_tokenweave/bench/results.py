@@ -38,7 +38,7 @@ class Kind:
 
 KERNEL = Kind("bench kernel", "rows", ("num_tokens", "hidden", "peers", "fused_us", "floor_us"))
 STACK = Kind("bench stack or bench e2e", "rows", ("num_tokens", "stock_ms"))
-TRACE = Kind("bench trace", "rows", ("num_tokens", "max_num_tokens", "stock_ms", "kinds_ms"))
+TRACE = Kind("bench trace", "rows", ("max_num_tokens", "stock_ms", "kinds_ms"))
 TUNE = Kind("tune", "buckets", ("num_tokens", "candidates", "chosen", "fuse_only"))
 CHECK = Kind("tune --check", "held_out", ("num_tokens", "chosen_ms", "best_ms", "fuse_only_ms", "by_ctas"))
 JITTER = Kind("tune --jitter", "jitter", ("num_tokens", "even_ms", "tuned_ms"))
