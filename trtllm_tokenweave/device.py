@@ -7,7 +7,6 @@ it is first needed.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import math
 import weakref
 from dataclasses import dataclass
@@ -35,22 +34,26 @@ def cudart() -> Any:
     Raises:
         UserError: when cuda-bindings is not installed.
     """
-    return _bindings("runtime")
+    try:
+        from cuda.bindings import runtime
+    except ImportError as error:
+        raise _no_bindings(error) from error
+    return runtime
 
 
 @cache
-def driver() -> Any:
+def cuda_driver() -> Any:
     """The module ``cuda.bindings.driver``; raises as :func:`cudart`."""
-    return _bindings("driver")
-
-
-def _bindings(name: str) -> Any:
     try:
-        return importlib.import_module(f"cuda.bindings.{name}")
+        from cuda.bindings import driver
     except ImportError as error:
-        raise UserError(
-            f"cuda-bindings cannot be imported ({error})", where="CUDA", fix="pip install 'cuda-bindings>=12.8'"
-        ) from error
+        raise _no_bindings(error) from error
+    return driver
+
+
+def _no_bindings(error: ImportError) -> UserError:
+    what = f"cuda-bindings cannot be imported ({error})"
+    return UserError(what, where="CUDA", fix="pip install 'cuda-bindings>=12.8'")
 
 
 def call(name: str, *args: Any) -> Any:
@@ -72,9 +75,9 @@ def call_driver(name: str, *args: Any) -> Any:
     Raises:
         CudaError: when it does not return CUDA_SUCCESS.
     """
-    code, *results = getattr(driver(), name)(*args)
+    code, *results = getattr(cuda_driver(), name)(*args)
     if int(code) != 0:
-        raise CudaError(f"{name}: {_text(driver().cuGetErrorString(code)[1])}")
+        raise CudaError(f"{name}: {_text(cuda_driver().cuGetErrorString(code)[1])}")
     return results[0] if len(results) == 1 else tuple(results) or None
 
 

@@ -115,7 +115,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SmClock]]:
 
     def clock(**fields: Any) -> SmClock:
         made = FakeDriver(**fields)
-        monkeypatch.setattr(device, "driver", lambda: made)
+        monkeypatch.setattr(device, "cuda_driver", lambda: made)
         return SmClock(cast("Any", SimpleNamespace(handle=7, synchronize=lambda: None)), sms=3)
 
     yield clock
