@@ -173,6 +173,19 @@ def test_builds_that_are_refused(cli: Cli, tmp_path: Path, case: str) -> None:
     assert not cli.machine.builds
 
 
+@pytest.mark.parametrize(("last", "said"), [(48, True), (64, False)])
+def test_steps_above_the_tables_rows_are_said(
+    cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, last: int, said: bool
+) -> None:
+    table = tmp_path / "table.json"
+    row = {"tokens": {"lo": 1, "hi": last}, "mode": "fuse"}
+    document = {"key": {"tp_size": 1, "hidden_size": 128, "dtype": "bfloat16"}, "granularity": 16, "rows": [row]}
+    TuningTable.model_validate_json(json.dumps(document)).save(table)
+    assert main([str(word) for word in ("build", *TINY, "--table", table, "-o", tmp_path / "e")]) == 0
+    assert len(cli.machine.builds) == 1
+    assert ("table: steps of 49 to 64 tokens are above its rows" in capsys.readouterr().err) is said
+
+
 def test_a_table_of_another_model_is_refused(cli: Cli, tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     document = {"key": {"tp_size": 1, "hidden_size": 4096, "dtype": "bfloat16"}}

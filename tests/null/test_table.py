@@ -50,6 +50,19 @@ def put(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return data
 
 
+def test_steps_above_all_rows_are_named() -> None:
+    rows = parse_table(json.dumps(document())).rows
+    table = TuningTable(key=KEY, rows=rows[:1])
+    assert table.beyond_rows(2048) == ""
+    assert table.beyond_rows(8192) == (
+        "steps of 2049 to 8192 tokens are above its rows: the default rule splits them at half, with 8 CTAs"
+    )
+    assert table.lookup(1, 2049).source == "default"
+    # A row without an end, or no rows at all: `warnings` says that.
+    assert TuningTable(key=KEY, rows=rows).beyond_rows(8192) == ""
+    assert TuningTable(key=KEY).beyond_rows(8192) == ""
+
+
 def test_round_trip(tmp_path: Path) -> None:
     table = parse_table(json.dumps(document()))
     path = tmp_path / "table.json"

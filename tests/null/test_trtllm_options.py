@@ -21,7 +21,7 @@ from trtllm_tokenweave import recorder, trt
 from trtllm_tokenweave.cli.app import main
 from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.network import Graph
-from trtllm_tokenweave.table import TuningTable
+from trtllm_tokenweave.table import Bucket, TuningTable
 from trtllm_tokenweave.trtllm.command import run
 from trtllm_tokenweave.trtllm.notes import plugin_description
 
@@ -65,6 +65,18 @@ def test_draft_tokens_leave_attention_whole(place: Place, capsys: pytest.Capture
     head = re.sub(r"table \w{12}", "table b09c083a3938", head)  # the digest is that of a test's table
     assert all(f"    {line}\n" in shown for line in (head, reason))
     assert str(place.table) in table
+
+
+@pytest.mark.parametrize(("last", "said"), [(80, True), (96, False)])
+def test_steps_above_the_tables_rows_are_said(
+    place: Place, capsys: pytest.CaptureFixture[str], *, last: int, said: bool
+) -> None:
+    table = small_table(place.config, 2)
+    row = table.rows[0].model_copy(update={"tokens": Bucket(lo=1, hi=last)})
+    words = place.woven()
+    table.model_copy(update={"rows": (row,)}).save(place.table)
+    assert run(words) == 0
+    assert ("tokenweave:   table: steps of 81 to 96 tokens are above its rows" in capsys.readouterr().err) is said
 
 
 def test_the_threshold_overrides_the_table(place: Place) -> None:

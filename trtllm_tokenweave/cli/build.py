@@ -123,6 +123,8 @@ def build(
     progress = Progress(comm)
     chosen = on_all_ranks(comm, "table", lambda: choose_table(config, size, this_machine(), given=table))
     progress.say(chosen.said)
+    if beyond := chosen.table.beyond_rows(max_num_tokens):
+        progress.say(f"table: {beyond}")
     tuning = with_threshold(chosen.table, min_tokens)
     mapping = Mapping(size, comm.rank, size)
     progress.say(f"reading {source.source}")

@@ -272,6 +272,19 @@ class TuningTable(BaseModel):
                 lines.append(f"{place}: no step is larger than {MAX_NUM_TOKENS}")
         return tuple(lines)
 
+    def beyond_rows(self, max_num_tokens: int) -> str:
+        """Which steps of an engine lie above all rows, and what is done with them; empty where none do.
+
+        Args:
+            max_num_tokens: Of the engine.
+        """
+        ends = [row.tokens.hi for row in self.rows]
+        last = max((hi for hi in ends if hi is not None), default=max_num_tokens)
+        if None in ends or last >= max_num_tokens:
+            return ""
+        steps, ctas = f"steps of {last + 1} to {max_num_tokens} tokens", self.default_launch.ctas
+        return f"{steps} are above its rows: the default rule splits them at half, with {ctas} CTAs"
+
     def lookup(self, batch: int, num_tokens: int) -> SplitPlan:
         """The plan of a step; see `schedule.plan_step`."""
         return plan_step(self, batch, num_tokens)
