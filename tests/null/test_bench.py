@@ -23,6 +23,8 @@ from trtllm_tokenweave.bench.plots import (
     stack_ratio,
     sweep_markdown,
     timeline_markdown,
+    trace_markdown,
+    whole_attention_markdown,
 )
 from trtllm_tokenweave.bench.timeline import Kernel, is_collective, summary
 from trtllm_tokenweave.cli.app import main
@@ -213,46 +215,11 @@ def test_figures_of_the_smaller_engines_come_from_their_result() -> None:
     assert f"and took {rows[0]['fuse_only_ms']:.2f} there" in text
 
 
-def over(time: float, other: float) -> str:
-    """How much longer ``time`` is, in percent."""
-    return f"{100 * (time / other - 1):+.1f} %"
-
-
-def lines_of(columns: dict[str, list[str]]) -> list[str]:
-    """Lines of a table of the documentation, by their names."""
-    return [f"| {' | '.join([name, *cells])} |" for name, cells in columns.items()]
-
-
-def whole_attention_lines(rows: Sequence[Any], mode: str) -> list[str]:
-    """Attention split beside attention whole, milliseconds a step; ``rows`` are those of the mode."""
-    columns = {f"ms a step, {mode}": [str(row["num_tokens"]) for row in rows]}
-    for title, column in (
-        ("stock", "stock"),
-        ("fuse only", "fuse_only"),
-        ("even split", "even_split"),
-        ("even split, attention whole", "whole_attention_even"),
-        ("the table's choice", "tuned_split"),
-        ("the table's choice, attention whole", "whole_attention_tuned"),
-        ("no communication", "no_comm"),
-    ):
-        columns[title] = [f"{row[f'{column}_ms']:.2f}" for row in rows]
-    for title, column, other in (
-        ("even split: attention whole, over split", "whole_attention_even", "even_split"),
-        ("the table's choice: attention whole, over split", "whole_attention_tuned", "tuned_split"),
-        ("even split, attention whole, over fuse only", "whole_attention_even", "fuse_only"),
-        ("the table's choice, over even split", "tuned_split", "even_split"),
-        ("the table's choice, over no communication", "tuned_split", "no_comm"),
-    ):
-        columns[title] = [over(row[f"{column}_ms"], row[f"{other}_ms"]) for row in rows]
-    return lines_of(columns)
-
-
 def test_figures_of_whole_attention_come_from_their_result() -> None:
     e2e, document = result("e2e_table_tp2.json"), (ROOT / "docs/benchmarks.md").read_text()
     rows, text = e2e["rows"], " ".join(document.split())
     for mode in ("eager", "graph"):
-        lines = whole_attention_lines([row for row in rows if row["mode"] == mode], mode)
-        assert f"{lines[0]}\n|{'---|' * 5}\n" + "\n".join(lines[1:]) + "\n" in document
+        assert whole_attention_markdown(e2e, mode) in document
     (shipped,) = (ROOT / "tuning/tables").glob("*_h200.json")
     assert load_table(shipped).sha256 != e2e["table"] == result("trace_tp2.json")["table"]
     assert "timeline" not in e2e
@@ -300,33 +267,10 @@ def test_figures_of_whole_attention_come_from_their_result() -> None:
     assert f"both take {memory['whole'] / 1e9:.2f} GB, {memory['whole'] / memory['stock']:.2f} times stock" in text
 
 
-def trace_lines(rows: Sequence[Any]) -> list[str]:
-    """A serving trace by budget."""
-    columns = {"most tokens of a step": [str(row["max_num_tokens"]) for row in rows]}
-    engines = {
-        "stock": "stock",
-        "fuse only": "fuse_only",
-        "even split": "even_split",
-        "the table's split": "tuned_split",
-        "no communication": "no_comm",
-    }
-    columns |= {f"{t}, tokens/s": [f"{r['tokens_per_s'][name]:.0f}" for r in rows] for t, name in engines.items()}
-    for title, name in list(engines.items())[1:]:
-        columns[f"stock / {title}"] = [f"{row['stock_ms'] / row[f'{name}_ms']:.3f}" for row in rows]
-    for title, name in (("even split", "even_split"), ("no communication", "no_comm")):
-        columns[f"the table's split, over {title}"] = [over(r["tuned_split_ms"], r[f"{name}_ms"]) for r in rows]
-    columns["steps"] = [str(sum(row["steps"].values())) for row in rows]
-    columns["of them split: even, the table's"] = [
-        f"{row['split_steps']['even_split']}, {row['split_steps']['tuned_split']}" for row in rows
-    ]
-    return lines_of(columns)
-
-
 def test_figures_of_the_trace_come_from_their_result() -> None:
     trace, document = result("trace_tp2.json"), (ROOT / "docs/benchmarks.md").read_text()
     rows, text = trace["rows"], " ".join(document.split())
-    lines = trace_lines(rows)
-    assert f"{lines[0]}\n|{'---|' * 5}\n" + "\n".join(lines[1:]) + "\n" in document
+    assert trace_markdown(trace) in document
     assert trace["date"] in text
     assert f"splits with {trace['ctas']} CTAs" in text
     assert not any(n for row in rows for n in row["graph_steps"].values())

@@ -175,6 +175,53 @@ def e2e_markdown(document: Mapping[str, Any], mode: str) -> str:
     return _markdown(lines)
 
 
+def whole_attention_markdown(document: Mapping[str, Any], mode: str) -> str:
+    """Attention split beside attention whole, of `bench e2e` in one mode with a table, for the documentation."""
+    rows = [r for r in document["rows"] if r["mode"] == mode]
+    lines = [(f"ms a step, {mode}", [str(r["num_tokens"]) for r in rows])]
+    for title, column in (
+        ("stock", "stock_ms"),
+        ("fuse only", "fuse_only_ms"),
+        ("even split", "even_split_ms"),
+        ("even split, attention whole", "whole_attention_even_ms"),
+        ("the table's choice", "tuned_split_ms"),
+        ("the table's choice, attention whole", "whole_attention_tuned_ms"),
+        ("no communication", "no_comm_ms"),
+    ):
+        lines.append((title, [f"{r[column]:.2f}" for r in rows]))
+    for title, column, other in (
+        ("even split: attention whole, over split", "whole_attention_even_ms", "even_split_ms"),
+        ("the table's choice: attention whole, over split", "whole_attention_tuned_ms", "tuned_split_ms"),
+        ("even split, attention whole, over fuse only", "whole_attention_even_ms", "fuse_only_ms"),
+        ("the table's choice, over even split", "tuned_split_ms", "even_split_ms"),
+        ("the table's choice, over no communication", "tuned_split_ms", "no_comm_ms"),
+    ):
+        lines.append((title, [_over(r[column], r[other]) for r in rows]))
+    return _markdown(lines)
+
+
+def trace_markdown(document: Mapping[str, Any]) -> str:
+    """The budgets of `bench trace` with a table, as a table for the documentation."""
+    rows = document["rows"]
+    lines = [("most tokens of a step", [str(r["max_num_tokens"]) for r in rows])]
+    engines = {
+        "stock": "stock",
+        "fuse only": "fuse_only",
+        "even split": "even_split",
+        "the table's split": "tuned_split",
+        "no communication": "no_comm",
+    }
+    lines += [(f"{title}, tokens/s", [f"{r['tokens_per_s'][e]:.0f}" for r in rows]) for title, e in engines.items()]
+    for title, engine in list(engines.items())[1:]:
+        lines.append((f"stock / {title}", [f"{r['stock_ms'] / r[f'{engine}_ms']:.3f}" for r in rows]))
+    for title in ("even split", "no communication"):
+        over = [_over(r["tuned_split_ms"], r[f"{engines[title]}_ms"]) for r in rows]
+        lines.append((f"the table's split, over {title}", over))
+    lines.append(("steps", [str(sum(r["steps"].values())) for r in rows]))
+    split = [f"{r['split_steps']['even_split']}, {r['split_steps']['tuned_split']}" for r in rows]
+    return _markdown([*lines, ("of them split: even, the table's", split)])
+
+
 def check_markdown(document: Mapping[str, Any]) -> str:
     """A tuned table at token counts that were not tuned, as a table for the documentation: medians of pairs."""
     rows = document["held_out"]
