@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
@@ -63,10 +64,7 @@ def call(name: str, *args: Any) -> Any:
         CudaError: when it does not return cudaSuccess.
     """
     runtime = cudart()
-    code, *results = getattr(runtime, name)(*args)
-    if int(code) != 0:
-        raise CudaError(f"{name}: {_text(runtime.cudaGetErrorString(code)[1])}")
-    return results[0] if len(results) == 1 else tuple(results) or None
+    return _result(name, getattr(runtime, name)(*args), runtime.cudaGetErrorString)
 
 
 def call_driver(name: str, *args: Any) -> Any:
@@ -75,9 +73,14 @@ def call_driver(name: str, *args: Any) -> Any:
     Raises:
         CudaError: when it does not return CUDA_SUCCESS.
     """
-    code, *results = getattr(cuda_driver(), name)(*args)
+    driver = cuda_driver()
+    return _result(name, getattr(driver, name)(*args), driver.cuGetErrorString)
+
+
+def _result(name: str, returned: tuple[Any, ...], error_string: Callable[[Any], tuple[Any, Any]]) -> Any:
+    code, *results = returned
     if int(code) != 0:
-        raise CudaError(f"{name}: {_text(cuda_driver().cuGetErrorString(code)[1])}")
+        raise CudaError(f"{name}: {_text(error_string(code)[1])}")
     return results[0] if len(results) == 1 else tuple(results) or None
 
 
