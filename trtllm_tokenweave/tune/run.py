@@ -6,7 +6,7 @@ import datetime as dt
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -333,19 +333,12 @@ class _Session:
             raise UserError("the table has a row for none of the usual counts", where="--held-out", fix="name some")
         what = "the table's choice, the best of an exhaustive sweep and fuse-only at token counts that were not tuned"
         head = self._head(what, table) | document
-        rows: list[dict[str, Any]] = []
-        record = Record(key={})
-        for row in held_out(table, self.space, self._run(record, runner, None), counts):
-            rows.append(row)
-            self._write_result(output, {**head, "symmetric": runner.symmetric, "mhz": record.mhz, "held_out": rows})
+        self._write_rows(output, head, runner, "held_out", lambda run: held_out(table, self.space, run, counts))
 
     def _jitter(self, table: TuningTable, runner: GpuRunner, document: dict[str, Any], output: Path) -> None:
         head = self._head("even split, the table's choice and fuse-only", table) | document
-        rows: list[dict[str, Any]] = []
-        record = Record(key={})
-        for row in jitter(table, self.space, self._run(record, runner, None), self.arguments.jitter_counts):
-            rows.append(row)
-            self._write_result(output, {**head, "symmetric": runner.symmetric, "mhz": record.mhz, "jitter": rows})
+        counts = self.arguments.jitter_counts
+        self._write_rows(output, head, runner, "jitter", lambda run: jitter(table, self.space, run, counts))
 
     def _head(self, what: str, table: TuningTable) -> dict[str, Any]:
         arguments = self.arguments
@@ -359,16 +352,21 @@ class _Session:
             "table_sha256": table.sha256,
         }
 
-    def _write_result(self, output: Path, document: dict[str, Any]) -> None:
-        """Written after every row: a check that is cut short leaves what it has."""
+    def _write_rows(self, output: Path, head: dict[str, Any], runner: GpuRunner, name: str, rows_of: RowsOf) -> None:
+        """Measure rows, and write them after every one: a check that is cut short leaves what it has."""
+        record, rows = Record(key={}), list[dict[str, Any]]()
 
         def write() -> None:
             if self.comm.rank == 0:
-                _write(output, document)
+                _write(output, {**head, "symmetric": runner.symmetric, "mhz": record.mhz, name: rows})
 
-        on_all_ranks(self.comm, f"writing {output.name}", write)
+        for row in rows_of(self._run(record, runner, None)):
+            rows.append(row)
+            on_all_ranks(self.comm, f"writing {output.name}", write)
 
 
+#: Measures the rows of a result one by one.
+RowsOf = Callable[[Run], Iterator[dict[str, Any]]]
 _MACHINE = ("gpu", "cuda_driver", "tensorrt", "library", "tp_size", "gemm", "symmetric", "mode")
 
 
