@@ -184,12 +184,12 @@ class GpuRunner:
     def time(self, steps: Sequence[tuple[int, Candidate]], lead: int) -> list[Timing]:
         """See `measure.Runner`: between device events."""
         layers = self.engine.stack.config.num_hidden_layers
-        prepared = [partial(self._queued, *step, self._out) for step in steps]
         if self.engine.mode == "graph":
-            for prepare in prepared:
+            for step in dict.fromkeys(steps):
                 # Captures wait for the GPU. Run, too: what was used last is not dropped for the graphs that follow.
-                prepare()()
-        return self.timer.time([(p, steps_of(n, layers)) for p, (n, _) in zip(prepared, steps, strict=True)], lead)
+                self._queued(*step, self._out)()
+        samples = [(partial(self._queued, n, c, self._out), steps_of(n, layers)) for n, c in steps]
+        return self.timer.time(samples, lead)
 
     def _run(self, num_tokens: int, candidate: Candidate, out: DeviceArray) -> None:
         """A step as it will be timed, after one on other rows: what a collective left behind would else look right."""
