@@ -6,11 +6,11 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trtllm_tokenweave.agreement import gather_json, on_all_ranks, slowest, slowest_each
+from trtllm_tokenweave.agreement import gather_json, on_all_ranks, slowest
 from trtllm_tokenweave.bench.step_timer import Timing, lead_steps
 from trtllm_tokenweave.comm import CommBackend
 from trtllm_tokenweave.errors import TokenWeaveError
@@ -48,7 +48,7 @@ class Runner(Protocol):
         """Time each step (tokens and candidate), all queued without a pause after ``lead`` of the first."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """What all parts of a run share.
 
@@ -69,7 +69,9 @@ class Run:
     started: float
     file: Path | None = None
     say: Callable[[str], None] = lambda _: None
-    _saved: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._saved = self.started
 
     def elapsed(self) -> float:
         """Seconds since the run began, earlier runs that it goes on from included; rank 0's on all ranks."""
@@ -82,10 +84,9 @@ class Run:
 
     def save_now_and_then(self) -> None:
         """Save where the last time is a while ago. Rank 0 alone looks at its clock: the others have nothing to save."""
-        now = self.clock()
-        if self.comm.rank == 0 and now - (self._saved or [self.started])[-1] >= SAVE_SECONDS:
-            self._saved[:] = [now]
-            self.save(self.record.seconds + now - self.started)
+        if self.comm.rank == 0 and self.clock() - self._saved >= SAVE_SECONDS:
+            self._saved = self.clock()
+            self.save(self.record.seconds + self._saved - self.started)
 
 
 class Bench:
@@ -155,7 +156,7 @@ class Bench:
         error = on_all_ranks(comm, f"{candidate} {where}", lambda: runner.error(n, candidate, whole=whole))
         return slowest(comm, error if math.isfinite(error) else math.inf)
 
-    def newest(self) -> float | None:
+    def known_ms(self) -> float | None:
         """Milliseconds of some sample; None: there is none yet."""
         return next((found.ms[-1] for found in self.record.candidates.values() if found.ms), None)
 
@@ -194,14 +195,13 @@ def _take(samples: Sequence[tuple[Bench, Candidate]]) -> None:
     for bench, candidate in samples:
         bench.verify_again(candidate)
     first = samples[0][0]
-    run, lead = first.run, lead_steps(first.newest())
+    run, lead = first.run, lead_steps(first.known_ms())
     steps = [(bench.num_tokens, candidate) for bench, candidate in samples]
     found = on_all_ranks(run.comm, f"steps of {first.num_tokens} tokens", lambda: run.runner.time(steps, lead))
-    times = slowest_each(run.comm, [timing.ms for timing in found])
-    clocks = [-mhz for mhz in slowest_each(run.comm, [-timing.mhz for timing in found])]
+    timings = _waited_for(run.comm, found)
     if not run.record.mhz:
-        run.record.mhz = round(statistics.median(clocks), 1)
-    for (bench, candidate), milliseconds, mhz in zip(samples, times, clocks, strict=True):
+        run.record.mhz = round(statistics.median(timing.mhz for timing in timings), 1)
+    for (bench, candidate), (milliseconds, mhz) in zip(samples, timings, strict=True):
         if not (0 < milliseconds < math.inf and 0 < mhz < math.inf):
             what = f"a step took {milliseconds} ms at {mhz} MHz"
             raise TokenWeaveError(f"{candidate} at {bench.num_tokens} tokens: {what}")
@@ -209,6 +209,13 @@ def _take(samples: Sequence[tuple[Bench, Candidate]]) -> None:
         measured.ms.append(round(milliseconds * mhz / run.record.mhz, 5))
         measured.mhz.append(round(mhz, 1))
     run.save_now_and_then()
+
+
+def _waited_for(comm: CommBackend, timings: Sequence[Timing]) -> list[Timing]:
+    """Of each sample the longest time of all ranks and the lowest clock, on every rank."""
+    of_ranks = gather_json(comm, "timings", timings)
+    each_sample = (zip(*sample, strict=True) for sample in zip(*of_ranks, strict=True))
+    return [Timing(float(max(ms)), float(min(mhz))) for ms, mhz in each_sample]
 
 
 def _judged(error: float) -> tuple[float | None, str]:

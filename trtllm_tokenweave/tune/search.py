@@ -218,11 +218,10 @@ def without_losers(times: dict[Candidate, list[float]], turns: int) -> dict[Cand
 def _losing_nowhere(times: dict[Candidate, list[float]], turns: int) -> dict[Candidate, list[float]]:
     """Without splits that lose too much at one of the counts, as long as others are left."""
     fuse = fastest(times, fuse_only=True, turns=turns)
-    splits = {c: t for c, t in times.items() if c.offset is not None}
     if fuse is None:
         return times
-    kept = {c: t for c, t in splits.items() if worst_difference(t, times[fuse], turns) < MAX_LOSS}
-    return {c: t for c, t in times.items() if not kept or c.offset is None or c in kept}
+    kept = {c: t for c, t in times.items() if c.offset is None or worst_difference(t, times[fuse], turns) < MAX_LOSS}
+    return kept if _of_kind(kept, fuse_only=False) else times
 
 
 def _is_clear(times: dict[Candidate, list[float]], turns: int) -> bool:

@@ -65,8 +65,8 @@ def relative_difference(a: Sequence[float], b: Sequence[float], confidence: floa
         turns: The pairs took turns at so many token counts. The centre is the mean of the counts' own centres: it is
             what a step gains whose tokens are any of them. The interval is that of the pairs around their count's.
     """
-    ratios = [x / y - 1 for x, y in zip(a, b, strict=True)]
-    centres = [centre_interval(ratios[first::turns]).median for first in range(turns)]
+    ratios = _ratios(a, b)
+    centres = _centres(ratios, turns)
     mean = statistics.fmean(centres)
     # Values lie nearer to a centre of their own than to that of all: one degree of freedom less for each count.
     wider = math.sqrt((len(ratios) - 1) / (len(ratios) - turns)) if len(ratios) > turns else 1.0
@@ -76,7 +76,16 @@ def relative_difference(a: Sequence[float], b: Sequence[float], confidence: floa
 
 def worst_difference(a: Sequence[float], b: Sequence[float], turns: int) -> float:
     """Centre of a / b - 1 at the count where it is largest; see :func:`relative_difference`."""
-    return max(relative_difference(a[first::turns], b[first::turns]).median for first in range(turns))
+    return max(_centres(_ratios(a, b), turns))
+
+
+def _ratios(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [x / y - 1 for x, y in zip(a, b, strict=True)]
+
+
+def _centres(values: Sequence[float], turns: int) -> list[float]:
+    """The centres of the values of each count."""
+    return [centre_interval(values[first::turns]).median for first in range(turns)]
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
