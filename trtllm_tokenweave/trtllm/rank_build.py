@@ -152,8 +152,8 @@ class RankBuild:
         if self.request.rank == 0:
             if outcome.table is not None:
                 lines.append(f"tokenweave:   {outcome.table.said}")
-                beyond = _beyond_rows(outcome)
-                lines += [f"tokenweave:   table: {beyond}"] if beyond else []
+                if beyond := _beyond_rows(outcome):
+                    lines.append(f"tokenweave:   table: {beyond}")
             counts = Counter((refusal.stage, refusal.reason) for refusal in outcome.refused)
             first = {(r.stage, r.reason): r.where for r in reversed(outcome.refused)}
             for (stage, reason), count in list(counts.items())[:_SHOWN]:
