@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,12 +22,7 @@ def gather_json(comm: CommBackend, tag: str, value: Any, timeout: float | None =
 
 def slowest(comm: CommBackend, value: float) -> float:
     """The largest of the ranks' values, on every rank."""
-    return slowest_each(comm, [value])[0]
-
-
-def slowest_each(comm: CommBackend, values: Sequence[float]) -> list[float]:
-    """The largest of the ranks' values at each place of a list, on every rank."""
-    return [float(max(each)) for each in zip(*gather_json(comm, "slowest rank", list(values)), strict=True)]
+    return float(max(gather_json(comm, "slowest rank", value)))
 
 
 def on_all_ranks(comm: CommBackend, tag: str, action: Callable[[], T], timeout: float | None = None) -> T:

@@ -116,7 +116,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SmClock]]:
     def clock(**fields: Any) -> SmClock:
         made = FakeDriver(**fields)
         monkeypatch.setattr(device, "cuda_driver", lambda: made)
-        return SmClock(cast("Any", SimpleNamespace(handle=7, synchronize=lambda: None)), sms=3)
+        return SmClock(cast("Any", SimpleNamespace(handle=7, synchronize=lambda: None)))
 
     yield clock
     cudart.cache_clear()
@@ -167,19 +167,21 @@ class Played(RankTimer):
         for prepare, _ in samples:
             prepare()()
             name = self.run[-1]
-            found.append(Timing(self.times[name] * (2 if self.run.count(name) == 1 else 1)))
+            ms = self.times[name] * (2 if self.run.count(name) == 1 else 1)
+            found.append(Timing(ms, 1500.0 - 100 * self.comm.rank))
         return found
 
 
-def test_times_are_of_the_slower_rank_and_the_first_round_does_not_count() -> None:
+def test_times_and_clocks_are_of_the_slower_rank_and_the_first_round_does_not_count() -> None:
     runners: list[Played] = []
 
-    def job(comm: CommBackend) -> dict[str, float]:
+    def job(comm: CommBackend) -> dict[str, Timing]:
         runner = Played(comm, {"a": 4.0 + comm.rank, "b": 7.0 - comm.rank})
         runners.append(runner)
         return runner.time_steps(runner.steps(), 4096, 1)
 
-    assert run_ranks([partial(job, comm) for comm in LocalComm.group(2)]) == [{"a": 5.0, "b": 7.0}] * 2
+    found = run_ranks([partial(job, comm) for comm in LocalComm.group(2)])
+    assert found == [{"a": Timing(5.0, 1400.0), "b": Timing(7.0, 1400.0)}] * 2
     assert runners[0].run == runners[1].run
     assert sorted(runners[0].run) == ["a", "a", "b", "b"]
 

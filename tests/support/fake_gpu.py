@@ -71,7 +71,8 @@ class FakeRuntime:
 
     def cudaGetDeviceProperties(self, index: int) -> Any:
         major, minor = self.capability
-        return 0, SimpleNamespace(name=self.name.encode() + b"\0\0", major=major, minor=minor)
+        name = self.name.encode() + b"\0\0"
+        return 0, SimpleNamespace(name=name, major=major, minor=minor, multiProcessorCount=3)
 
     def cudaDriverGetVersion(self) -> Any:
         return 0, self.driver

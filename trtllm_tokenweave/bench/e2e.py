@@ -24,6 +24,7 @@ from trtllm_tokenweave.batch import SequenceStep, StepLayout, step_inputs
 from trtllm_tokenweave.bench import timeline
 from trtllm_tokenweave.bench.rank_timing import METHOD, ROUNDS, RankTimer
 from trtllm_tokenweave.bench.stack import MODES, TOLERANCE, Mode, Running, close_all
+from trtllm_tokenweave.bench.step_timer import Timing
 from trtllm_tokenweave.builder import BuilderSettings, Plan, Ranges, ShapeRange, build_on_all_ranks
 from trtllm_tokenweave.checkpoint import RankWeights
 from trtllm_tokenweave.comm import CommBackend
@@ -314,8 +315,8 @@ class E2eRunner(RankTimer):
                 raise TokenWeaveError(what)
         return errors
 
-    def time_runs(self, runs: dict[str, Run], num_tokens: int, mode: Mode, rounds: int = ROUNDS) -> dict[str, float]:
-        """Median milliseconds of each."""
+    def time_runs(self, runs: dict[str, Run], num_tokens: int, mode: Mode, rounds: int = ROUNDS) -> dict[str, Timing]:
+        """Medians of each; see `RankTimer.time_steps`."""
         makers = {name: partial(self.prepare_all, run, num_tokens, mode) for name, run in runs.items()}
         return self.time_steps(makers, num_tokens, rounds)
 
@@ -327,7 +328,7 @@ class E2eRunner(RankTimer):
             for index, split in enumerate(splits)
         }
         self.verify({"stock": Run("stock"), **runs}, num_tokens, "eager")
-        times = list(self.time_runs(runs, num_tokens, "eager", SWEEP_ROUNDS).values())
+        times = [timing.ms for timing in self.time_runs(runs, num_tokens, "eager", SWEEP_ROUNDS).values()]
         rows = [
             {"num_tokens": num_tokens, "offset": split.prefix - even, "ctas": split.ctas, "woven_ms": time}
             for split, time in zip(splits, times, strict=True)
@@ -371,7 +372,8 @@ class E2eRunner(RankTimer):
             errors = self.verify(runs, num_tokens, mode)
             times = self.time_runs(runs, num_tokens, mode)
             row: dict[str, Any] = {"num_tokens": num_tokens, "mode": mode, "peer_ms": None}
-            row |= {f"{name}_ms": milliseconds for name, milliseconds in times.items()}
+            row |= {f"{name}_ms": timing.ms for name, timing in times.items()}
+            row["mhz"] = {name: timing.mhz for name, timing in times.items()}
             for name, split in (("even", even), ("tuned", tuned)):
                 row |= {f"prefix_{name}": split.prefix, f"ctas_{name}": split.ctas}
             out.append(row | {"error": round(max(errors.values(), default=0.0), 5)})

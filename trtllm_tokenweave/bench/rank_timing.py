@@ -7,8 +7,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from trtllm_tokenweave.agreement import slowest, slowest_each
-from trtllm_tokenweave.bench.step_timer import Prepare, StepTimer
+from trtllm_tokenweave.agreement import slowest
+from trtllm_tokenweave.bench.sm_clock import SmClock
+from trtllm_tokenweave.bench.step_timer import Prepare, StepTimer, Timing, of_slowest_rank
 from trtllm_tokenweave.comm import CommBackend
 from trtllm_tokenweave.device import Stream
 from trtllm_tokenweave.progress import print_progress
@@ -20,7 +21,7 @@ SHORT_TOKENS = 1024
 METHOD = (
     f"{STEPS} steps (above {SHORT_TOKENS} tokens 2) between device events, after one more of the same; median of "
     f"{ROUNDS} rounds, engines in random order, all queued without a pause; the slower rank; verified against the "
-    "stock engine first"
+    "stock engine first; mhz: the median clock of the SMs meanwhile, of the rank whose is lower"
 )
 
 
@@ -59,10 +60,10 @@ class RankTimer(RankReporter):
 
     def __init__(self, comm: CommBackend, stream: Stream) -> None:
         super().__init__(comm)
-        self.stream, self.timer = stream, StepTimer(stream)
+        self.stream, self.timer = stream, StepTimer(stream, SmClock(stream))
 
-    def time_steps(self, steps: Mapping[str, Prepare], num_tokens: int, rounds: int = ROUNDS) -> dict[str, float]:
-        """Median milliseconds on the GPU over rounds, the steps in another order in each (the same on all ranks).
+    def time_steps(self, steps: Mapping[str, Prepare], num_tokens: int, rounds: int = ROUNDS) -> dict[str, Timing]:
+        """Medians over rounds, the steps in another order in each (the same on all ranks).
 
         A round that does not count comes first: it brings the GPUs to the clock that they have under load.
         """
@@ -74,9 +75,12 @@ class RankTimer(RankReporter):
         self.stream.synchronize()
         self.comm.barrier()
         found = self.timer.time([(steps[name], steps_of(num_tokens)) for name in names])
-        times = slowest_each(self.comm, [timing.ms for timing in found])
-        counted = list(zip(names, times, strict=True))[len(order) :]
-        return {name: median([ms for timed, ms in counted if timed == name]) for name in steps}
+        counted = list(zip(names, of_slowest_rank(self.comm, found), strict=True))[len(order) :]
+        of_each = {name: [timing for timed, timing in counted if timed == name] for name in steps}
+        return {
+            name: Timing(median([ms for ms, _ in of]), round(statistics.median(mhz for _, mhz in of)))
+            for name, of in of_each.items()
+        }
 
     def time_queueing(self, steps: Mapping[str, Prepare], rounds: int = ROUNDS) -> dict[str, float]:
         """Median milliseconds that the CPU takes to queue one of `STEPS` steps, the queue being empty at first."""

@@ -12,7 +12,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_tokenweave.device import DeviceArray, Stream, call_driver
+from trtllm_tokenweave.device import DeviceArray, Stream, call, call_driver, current_device
 from trtllm_tokenweave.errors import TokenWeaveError
 
 #: Writes cycles and nanoseconds of the SM that it runs on to that SM's place in a row.
@@ -44,15 +44,15 @@ class SmClock:
 
     Args:
         stream: Where marks are queued; each takes some microseconds.
-        sms: Of the GPU.
 
     Raises:
         CudaError: the kernel cannot be loaded.
     """
 
-    def __init__(self, stream: Stream, sms: int) -> None:
+    def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self._ctas = _CTAS_PER_SM * sms
+        properties = call("cudaGetDeviceProperties", current_device())
+        self._ctas = _CTAS_PER_SM * int(properties.multiProcessorCount)
         self._rows = DeviceArray((0, _PLACES, 2), np.uint64)
         self._marks = 0
         # The module is never unloaded: it lives as long as the process's context.

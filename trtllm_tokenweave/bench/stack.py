@@ -22,6 +22,7 @@ from trtllm_tokenweave.agreement import on_all_ranks
 from trtllm_tokenweave.bench import timeline
 from trtllm_tokenweave.bench.rank_timing import METHOD, ROUNDS, RankTimer, given
 from trtllm_tokenweave.bench.stack_network import VARIANTS, Gemm, Stack, Variant
+from trtllm_tokenweave.bench.step_timer import Timing
 from trtllm_tokenweave.builder import BuilderSettings, Plan, ShapeRange, build_on_all_ranks, opt_num_tokens
 from trtllm_tokenweave.comm import CommBackend
 from trtllm_tokenweave.device import DeviceArray, Stream
@@ -205,8 +206,8 @@ class StackRunner(RankTimer):
             raise TokenWeaveError(f"{name} differs from stock at {tokens} tokens ({mode}): {error:.3g}")
         return error
 
-    def time_all(self, names: Sequence[str], tokens: int, mode: Mode, rounds: int = ROUNDS) -> dict[str, float]:
-        """Median milliseconds on the GPU; see `RankTimer.time_steps`."""
+    def time_all(self, names: Sequence[str], tokens: int, mode: Mode, rounds: int = ROUNDS) -> dict[str, Timing]:
+        """Medians of each; see `RankTimer.time_steps`."""
         return self.time_steps({name: given(self.queue(name, tokens, mode)) for name in names}, tokens, rounds)
 
     def rows(self, tokens: int) -> list[dict[str, Any]]:
@@ -221,8 +222,9 @@ class StackRunner(RankTimer):
                 launch = self.launches.get((f"woven_{gemm}", tokens))
                 if launch is not None:
                     row |= {"ctas": launch.ctas, "gemm_sms": launch.gemm_sms if gemm == "budget" else 0}
-                for variant in VARIANTS:
-                    row[f"{variant}_ms"] = times[f"woven_{gemm}" if variant == "woven" else variant]
+                timings = {v: times[f"woven_{gemm}" if v == "woven" else v] for v in VARIANTS}
+                row |= {f"{variant}_ms": timing.ms for variant, timing in timings.items()}
+                row["mhz"] = {variant: timing.mhz for variant, timing in timings.items()}
                 out.append({**row, "error": round(errors[f"woven_{gemm}"], 5)})
                 self.say(json.dumps(out[-1]))
         return out
@@ -245,9 +247,9 @@ class StackRunner(RankTimer):
                 self.compare(name, stock, tokens, "eager")
             times = self.time_all(names, tokens, "eager", SWEEP_ROUNDS)
             row: dict[str, Any] = {"num_tokens": tokens, "ctas": ctas, "gemm_sms": gemm_sms}
-            out.append(row | {f"{name}_ms": times[name] for name in names})
+            out.append(row | {f"{name}_ms": times[name].ms for name in names})
             self.say(json.dumps(out[-1]))
-            best = {name: min(best[name], (times[name], tried), key=lambda pair: pair[0]) for name in names}
+            best = {name: min(best[name], (times[name].ms, tried), key=lambda pair: pair[0]) for name in names}
         for name in names if self.bench.sweep_ctas else ():
             self.launches[name, tokens] = best[name][1]
         return out
@@ -281,7 +283,7 @@ class StackRunner(RankTimer):
         enqueue = self.time_queueing({name: given(self.queue(name, tokens, "eager")) for name in names})
         row: dict[str, Any] = {"num_tokens": tokens}
         for name in names:
-            row |= {f"{name}_graph_ms": graph[name], f"{name}_enqueue_ms": enqueue[name]}
+            row |= {f"{name}_graph_ms": graph[name].ms, f"{name}_enqueue_ms": enqueue[name]}
         self.say(json.dumps(row))
         return row
 

@@ -11,7 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from trtllm_tokenweave.agreement import gather_json
 from trtllm_tokenweave.bench.sm_clock import SmClock
+from trtllm_tokenweave.comm import CommBackend
 from trtllm_tokenweave.device import Stream, call
 
 #: Milliseconds of work after a pause that fill the queue, and begin to bring the clock back to what it is under load.
@@ -43,6 +45,13 @@ class Timing(NamedTuple):
 
     ms: float
     mhz: float = 0.0
+
+
+def of_slowest_rank(comm: CommBackend, timings: Sequence[Timing]) -> list[Timing]:
+    """Of each sample the longest time of all ranks and the lowest clock, on every rank."""
+    of_ranks = gather_json(comm, "timings", timings)
+    each_sample = (zip(*sample, strict=True) for sample in zip(*of_ranks, strict=True))
+    return [Timing(float(max(ms)), float(min(mhz))) for ms, mhz in each_sample]
 
 
 class StepTimer:

@@ -119,7 +119,7 @@ class GpuRunner:
         self.context = Engine.of_plan(plan, comm).context(symmetric=engine.symmetric)
         self.graphs = StepGraphs(self.context, GRAPHS)
         self.stream = Stream()
-        self.timer = StepTimer(self.stream, SmClock(self.stream, engine.space.sms))
+        self.timer = StepTimer(self.stream, SmClock(self.stream))
         self._x, self._out, self._expected, self._counts = on_all_ranks(comm, "inputs and outputs", self._arrays)
         self.reference_tokens = 0
 

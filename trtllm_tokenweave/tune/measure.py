@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trtllm_tokenweave.agreement import gather_json, on_all_ranks, slowest
-from trtllm_tokenweave.bench.step_timer import Timing, lead_steps
+from trtllm_tokenweave.bench.step_timer import Timing, lead_steps, of_slowest_rank
 from trtllm_tokenweave.comm import CommBackend
 from trtllm_tokenweave.errors import TokenWeaveError
 from trtllm_tokenweave.tune.candidates import Candidate
@@ -198,7 +198,7 @@ def _take(samples: Sequence[tuple[Bench, Candidate]]) -> None:
     run, lead = first.run, lead_steps(first.known_ms())
     steps = [(bench.num_tokens, candidate) for bench, candidate in samples]
     found = on_all_ranks(run.comm, f"steps of {first.num_tokens} tokens", lambda: run.runner.time(steps, lead))
-    timings = _waited_for(run.comm, found)
+    timings = of_slowest_rank(run.comm, found)
     if not run.record.mhz:
         run.record.mhz = round(statistics.median(timing.mhz for timing in timings), 1)
     for (bench, candidate), (milliseconds, mhz) in zip(samples, timings, strict=True):
@@ -209,13 +209,6 @@ def _take(samples: Sequence[tuple[Bench, Candidate]]) -> None:
         measured.ms.append(round(milliseconds * mhz / run.record.mhz, 5))
         measured.mhz.append(round(mhz, 1))
     run.save_now_and_then()
-
-
-def _waited_for(comm: CommBackend, timings: Sequence[Timing]) -> list[Timing]:
-    """Of each sample the longest time of all ranks and the lowest clock, on every rank."""
-    of_ranks = gather_json(comm, "timings", timings)
-    each_sample = (zip(*sample, strict=True) for sample in zip(*of_ranks, strict=True))
-    return [Timing(float(max(ms)), float(min(mhz))) for ms, mhz in each_sample]
 
 
 def _judged(error: float) -> tuple[float | None, str]:
