@@ -20,9 +20,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from trtllm_tokenweave.config import launch_additions, launch_environment, read_environment
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
+from trtllm_tokenweave.first_end import FirstEnd
 
 #: The word that stands for this package's own library as the one to preload.
 AUTO = Path("auto")
@@ -151,10 +153,12 @@ class Job:
     Args:
         command: What `mpirun_command` made.
         stop_seconds: How long ranks may take to end by themselves.
+        first_end: Is shown the ranks while the job runs.
     """
 
-    def __init__(self, command: Sequence[str], *, stop_seconds: float) -> None:
+    def __init__(self, command: Sequence[str], *, stop_seconds: float, first_end: FirstEnd | None = None) -> None:
         self.signal = 0
+        self._first_end = FirstEnd() if first_end is None else first_end
         self._command = command
         self._stop_seconds = stop_seconds
 
@@ -182,7 +186,9 @@ class Job:
             ):
                 try:
                     while process.poll() is None and not self.signal:
-                        jobs |= {job for _, job in _ranks(process)}
+                        ranks = _ranks(process)
+                        jobs |= {rank.job for rank in ranks}
+                        self._first_end.look((rank.pid, rank.rank) for rank in ranks)
                         watch()
                         time.sleep(_POLL_SECONDS)
                     self._stop(process, self.signal)
@@ -207,11 +213,11 @@ class Job:
             if time.monotonic() > end:
                 _kill(process)
                 raise TokenWeaveError(f"ranks did not end within {self._stop_seconds:g} s and were killed")
-            for pid, _ in _ranks(process):
-                if pid not in told:
-                    told.add(pid)
+            for rank in _ranks(process):
+                if rank.pid not in told:
+                    told.add(rank.pid)
                     with suppress(ProcessLookupError):
-                        os.kill(pid, number)
+                        os.kill(rank.pid, number)
             time.sleep(_POLL_SECONDS)
 
 
@@ -252,16 +258,22 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _ranks(process: subprocess.Popen[bytes]) -> list[tuple[int, str]]:
-    """Process and job id of each rank on this machine; mpirun's other children carry ranks elsewhere."""
+class _Rank(NamedTuple):
+    pid: int
+    rank: int
+    job: str
+
+
+def _ranks(process: subprocess.Popen[bytes]) -> list[_Rank]:
+    """The ranks on this machine with their job's id; mpirun's other children carry ranks elsewhere."""
     found = []
     with suppress(OSError):
         for children in Path(f"/proc/{process.pid}/task").glob("*/children"):
             for pid in children.read_text().split():
                 entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 values = dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries)
-                if "OMPI_COMM_WORLD_RANK" in values:
-                    found.append((int(pid), values.get("PMIX_NAMESPACE", "")))
+                if (rank := values.get("OMPI_COMM_WORLD_RANK", "")).isdigit():
+                    found.append(_Rank(int(pid), int(rank), values.get("PMIX_NAMESPACE", "")))
     return found
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.triton_server import COMMAND, SECONDS, Server, shared_memory, tritonserver, wait_until
+from support.triton_server import COMMAND, SECONDS, Server, tritonserver, wait_until
 
 _LACK = next(
     (
@@ -48,11 +48,6 @@ RANK_TIMEOUT = 20
 MODEL = ("--chat-template", "--max-tokens", str(TOKENS), "--max-seq-len", "192", "--max-batch-size", "8")
 
 
-@pytest.fixture(scope="module")
-def shm() -> list[str]:
-    return shared_memory()
-
-
 def _started(server: Server) -> Iterator[Server]:
     try:
         server.wait_ready()
@@ -62,7 +57,7 @@ def _started(server: Server) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, shm: list[str]) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     yield from _started(Server(tmp_path_factory.mktemp("streaming"), 2, *MODEL, "--streaming"))
 
 
@@ -262,12 +257,12 @@ def test_a_taken_port_is_refused_before_anything_starts(server: Server, tmp_path
     assert f"--http-port {server.http}: cannot be used on 127.0.0.1" in done.stderr
 
 
-def test_a_clean_stop_leaves_nothing_behind(server: Server, shm: list[str]) -> None:
+def test_a_clean_stop_leaves_nothing_behind(server: Server) -> None:
     assert server.processes()
-    assert server.left_behind(shm)  # the negative control: while it runs, there is something
+    assert server.left_behind()  # the negative control: while it runs, there is something
     assert server.stop(signal.SIGINT) == 0, server.log
     wait_until("processes gone", lambda: not server.processes(), 30)
-    assert server.left_behind(shm) == []
+    assert server.left_behind() == []
     assert "going down" not in server.log
 
 
@@ -287,13 +282,16 @@ def test_whole_answers_over_http_and_grpc(plain: Server, texts: dict[str, str]) 
             client.infer("tokenweave", _tensors(module, text_input=b"a", stream=True))
 
 
-def test_a_dead_rank_takes_the_server_down(plain: Server, shm: list[str]) -> None:
-    os.kill(plain.backend(2), signal.SIGKILL)
+def test_a_dead_rank_takes_the_server_down(plain: Server) -> None:
+    backend = plain.backend(2)
+    os.kill(backend, signal.SIGKILL)
     with pytest.raises((urllib.error.URLError, ConnectionError)):
         _generate(plain, text_input=PROMPTS[0])
     # The limit, and time for a busy machine to notice.
     assert plain.process.wait(SECONDS) == 1
     assert f"no answer within {RANK_TIMEOUT} s; the server is going down" in plain.log
-    assert plain.log.splitlines()[-1].startswith("error: the servers ended with code")
+    last = plain.log.splitlines()[-1]
+    assert last.startswith("error: the servers ended with code")
+    assert f"(first the Python backend of rank 2, pid {backend}: signal 9, SIGKILL)" in last
     wait_until("processes gone", lambda: not plain.processes(), 30)
-    assert plain.left_behind(shm) == []
+    assert plain.left_behind() == []

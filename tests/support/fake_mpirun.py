@@ -25,12 +25,26 @@ for part in " ".join(words).split(" : "):
     for _ in range(count):
         environ |= {{"OMPI_COMM_WORLD_RANK": str(len(ranks)), "PMIX_NAMESPACE": os.environ.get("JOB", "")}}
         ranks.append(subprocess.Popen(command, env=environ))
-sys.exit(max(abs(rank.wait()) for rank in ranks))
+codes = [rank.wait() for rank in ranks]
+failed = next((rank for rank, code in enumerate(codes) if code), None)
+if "MPI_TELLS" in os.environ and failed is not None:
+    code = codes[failed]
+    told = "mpirun detected that one or more processes exited with non-zero status, thus causing\\nthe job to be "
+    told += f"terminated. The first process to do so was:\\n\\n  Process name: [[20209,1],{{failed}}]\\n"
+    told += f"  Exit code:    {{code}}\\n"
+    if code < 0:
+        told = f"mpirun noticed that process rank {{failed}} with PID 0 on node vm exited on signal {{-code}} (x).\\n"
+    os.write(2, told.encode())
+sys.exit(max(map(abs, codes)))
 """
 
 
 def fake_mpirun(folder: Path) -> str:
-    """Write it and return its path. MPI_SAYS is what it says of its version, JOB the job's id."""
+    """Write it and return its path.
+
+    MPI_SAYS is what it says of its version, JOB the job's id; with MPI_TELLS it names a rank that failed, in the words
+    of Open MPI 4.1.
+    """
     path = folder / "mpirun"
     path.write_text(_SCRIPT, encoding="utf-8")
     path.chmod(0o755)

@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 SECONDS = 300.0
 """Longest wait for anything. Machines that many share are slow: only what never comes is a failure."""
+
+SHARED_MEMORY = Path("/dev/shm")
 
 COMMAND = (sys.executable, "-m", "trtllm_tokenweave.cli.entry")
 
@@ -56,6 +58,7 @@ class Server:
         self.http, self.grpc, self.metrics = free_ports(3)
         words = ["triton", "launch", str(repository), "--ranks", str(ranks), "--tritonserver", str(tritonserver())]
         words += ["--http-port", str(self.http), "--grpc-port", str(self.grpc), "--metrics-port", str(self.metrics)]
+        self._memory: set[str] = set()
         with self.log_file.open("w") as log:
             self.process = subprocess.Popen([*COMMAND, *words], stdout=log, stderr=subprocess.STDOUT)
 
@@ -69,6 +72,7 @@ class Server:
         """Wait for the launcher's word."""
         wait_until("ready", lambda: "ready after" in self.log or self.process.poll() is not None)
         assert self.process.poll() is None, self.log
+        self._memory |= self._mapped()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send the launcher a signal and return its exit code."""
@@ -94,16 +98,22 @@ class Server:
         """Beginning of the names of the servers' shared memory."""
         return f"tokenweave_{self.process.pid}_"
 
-    def left_behind(self, shared_memory_before: Sequence[str]) -> list[str]:
-        """Processes and shared memory that should be gone."""
+    def left_behind(self) -> list[str]:
+        """Processes and shared memory of this server that should be gone, whatever others run on this machine."""
         gone = [" ".join(words)[:200] for words in self.processes().values()]
-        new = set(shared_memory()) - set(shared_memory_before)
-        return gone + sorted(name for name in new if name.startswith(("tokenweave_", "vader_", "sm_segment")))
+        self._memory |= self._mapped()
+        there = (path.name for path in SHARED_MEMORY.iterdir())
+        return gone + sorted(name for name in there if name in self._memory or name.startswith(self.region))
 
-
-def shared_memory() -> list[str]:
-    """Names of POSIX shared memory."""
-    return [path.name for path in Path("/dev/shm").iterdir()]
+    def _mapped(self) -> set[str]:
+        """Names of the shared memory that processes of this server hold, Open MPI's too."""
+        names = set()
+        for pid in self.processes():
+            with suppress(OSError):
+                for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                    path = Path(line.split(maxsplit=5)[-1])
+                    names |= {path.name} if path.parent == SHARED_MEMORY else set()
+        return names
 
 
 def _processes() -> dict[int, list[str]]:

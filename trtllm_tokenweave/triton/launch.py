@@ -18,6 +18,7 @@ from pathlib import Path
 
 from trtllm_tokenweave.config import launch_environment
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
+from trtllm_tokenweave.first_end import FirstEnd
 from trtllm_tokenweave.launch import (
     AUTO,
     SHARED_MEMORY,
@@ -136,10 +137,15 @@ def launch(options: ServerOptions, *, dry_run: bool = False) -> None:
     for name, port in options.ports.items():
         _check_port(options.address, name, port)
     watch = _Watch(options)
-    heard = _FirstError()
-    job = Job(command, stop_seconds=options.stop_seconds + _GRACE_SECONDS)
+    heard, first = _FirstError(), FirstEnd(_backend)
+
+    def hear(line: str) -> None:
+        heard(line)
+        first.hear(line)
+
+    job = Job(command, stop_seconds=options.stop_seconds + _GRACE_SECONDS, first_end=first)
     try:
-        code = job.run(watch, heard)
+        code = job.run(watch, hear)
     finally:
         # Servers that were killed leave the Python backend's.
         for left in SHARED_MEMORY.glob(f"{region}*"):
@@ -148,8 +154,14 @@ def launch(options: ServerOptions, *, dry_run: bool = False) -> None:
     # its code.
     if code if watch.ready else not job.signal:
         when = "" if watch.ready else " before they were ready"
+        who = f" (first {first})" if str(first) else ""
         why = f": {heard.text}" if heard.text else "; their last messages say why"
-        raise TokenWeaveError(f"the servers ended with code {code}{when}{why}")
+        raise TokenWeaveError(f"the servers ended with code {code}{when}{who}{why}")
+
+
+def _backend(words: list[str]) -> str:
+    """What a server's child is, where it runs a model of the Python backend."""
+    return "the Python backend" if words[0].endswith("_stub") else ""
 
 
 class _FirstError:
