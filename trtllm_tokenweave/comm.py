@@ -273,7 +273,7 @@ class MpiComm:
         if x.ndim > self.MAX_RANK:
             raise UserError(f"array has rank {x.ndim}, at most {self.MAX_RANK} can be sent", where=tag)
         header = np.full(self.MAX_RANK + 2, 0, np.int64)
-        header[: x.ndim + 2] = (dtype_of(x).value, x.ndim, *x.shape)
+        header[: x.ndim + 2] = (dtype_of(x, tag).value, x.ndim, *x.shape)
         headers = np.empty((self.size, header.size), np.int64)
         self._finish(self._comm.Iallgather(header, headers), tag, timeout)
         dtypes = [numpy_dtype(DataType(int(h[0]))) for h in headers]

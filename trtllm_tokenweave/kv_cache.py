@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.errors import UserError, check_fields
 
 Array = NDArray[Any]
 
@@ -29,6 +29,7 @@ class KvCacheConfig:
     max_blocks_per_seq: int = 256
 
     def __post_init__(self) -> None:
+        check_fields(self, "KV cache: ")
         for name in (
             "num_layers",
             "num_kv_heads",

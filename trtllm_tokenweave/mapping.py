@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.errors import UserError, check_fields
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class Mapping:
     tp_size: int = 1
 
     def __post_init__(self) -> None:
+        check_fields(self, "mapping.")
         if self.tp_size < 1 or self.world_size != self.tp_size:
             raise UserError(
                 f"world_size {self.world_size} must equal tp_size {self.tp_size} and be at least 1",

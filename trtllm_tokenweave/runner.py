@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from trtllm_tokenweave.batch import SequenceStep, StepLayout, step_inputs
 from trtllm_tokenweave.comm import run_ranks
-from trtllm_tokenweave.errors import TokenWeaveError, UserError
+from trtllm_tokenweave.errors import TokenWeaveError, UserError, check_fields
 from trtllm_tokenweave.interpreter.context import ExecutionContext
 from trtllm_tokenweave.kv_cache import BlockManager, CachePool, KvCacheConfig, KvCachePool
 from trtllm_tokenweave.model_config import ModelConfig
@@ -53,6 +53,7 @@ class GenerationLimits:
     eos_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
+        check_fields(self, "limits: ")
         for name in ("max_num_tokens", "max_batch_size", "max_seq_len", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, expected at least 1", where="limits")

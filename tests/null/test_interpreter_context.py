@@ -58,7 +58,10 @@ def test_runs_and_checks_inputs() -> None:
         ({**good, "a": ones(2, 5)}, r"input a: has shape \(2, 5\), expected \(-1, 4\)"),
         ({**good, "b": ones(3, 4)}, "input b: dimension 'num_tokens' has 3 elements, but 2 in input a"),
         ({**good, "a": [1.0]}, "input a: is a list, not a numpy array"),
-        ({**good, "a": ones(2, 4, dtype=np.complex64)}, "numpy dtype complex64 has no TensorRT DataType"),
+        (
+            {**good, "a": ones(2, 4, dtype=np.float64)},
+            r"^input a: numpy dtype float64 has no TensorRT DataType\. Fix: give FLOAT$",
+        ),
     ]
     for inputs, message in bad:
         with pytest.raises(UserError, match=message):

@@ -162,7 +162,7 @@ def _check_input(tensor: ITensor, array: Array, sizes: dict[str, tuple[int, str]
     where = f"input {tensor.name}"
     if not isinstance(array, np.ndarray):
         raise UserError(f"is a {type(array).__name__}, not a numpy array", where=where)
-    dtype = dtype_of(array)
+    dtype = dtype_of(array, where, wanted=tensor.dtype.name)
     if dtype is not tensor.dtype:
         raise UserError(f"has dtype {dtype.name}, expected {tensor.dtype.name}", where=where)
     if array.ndim != len(tensor.shape):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.errors import UserError, check_fields
 from trtllm_tokenweave.recorder.trtllm_plugins import AllReduceStrategy
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -48,6 +48,7 @@ class NetworkOptions:
     all_reduce_strategy: str = "NCCL"
 
     def __post_init__(self) -> None:
+        check_fields(self, "option ")
         for f in fields(self):
             value = getattr(self, f.name)
             if f.type == "int" and value < 1:

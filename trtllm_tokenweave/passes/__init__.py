@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trtllm_tokenweave.errors import TokenWeaveError
+from trtllm_tokenweave.errors import TokenWeaveError, check_kind
 from trtllm_tokenweave.passes.fuse import fuse
 from trtllm_tokenweave.passes.gemm import gemm
 from trtllm_tokenweave.passes.join import join

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trtllm_tokenweave.attention_roles import split_refusal
-from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.errors import UserError, check_fields, check_kind
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.network import Graph, Node
 from trtllm_tokenweave.passes.rowwise import Rows, RowWise
 from trtllm_tokenweave.patterns import FusionSite, Refusal, find_sites, is_collective
-from trtllm_tokenweave.plugin_specs import NAMESPACE
+from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, NAMESPACE, VERSION
 
 if TYPE_CHECKING:
     from trtllm_tokenweave.table import PrefixLookup, TuningTable
@@ -56,9 +56,11 @@ class WeaveOptions:
     prefix_input: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("split", "split_attention"):
-            if not isinstance(getattr(self, name), bool):
-                raise UserError(f"{getattr(self, name)!r} is neither True nor False", where=name)
+        from trtllm_tokenweave.table import TuningTable
+
+        check_fields(self)
+        check_kind(self.mapping, ("a Mapping", Mapping), where="mapping")
+        check_kind(self.table, ("a TuningTable", TuningTable), where="table")
         for name, least in (("max_beam_width", 1), ("max_draft_len", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{getattr(self, name)} is less than {least}", where=name)

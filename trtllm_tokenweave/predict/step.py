@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.errors import UserError, check_fields, check_kind
 from trtllm_tokenweave.model_config import ModelConfig
 from trtllm_tokenweave.plugin_specs import SiteKind
 from trtllm_tokenweave.predict.gemm import BYTES, gemm_flops
@@ -39,6 +39,8 @@ class Workload:
     stand_in_keys: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        check_kind(self.config, ("a ModelConfig", ModelConfig), where="config")
         if self.tp_size == 1:
             raise UserError("tp_size 1 has no collectives", where="--tp", fix="give at least 2 ranks")
         if self.config.dtype == "float32":

@@ -225,13 +225,19 @@ def numpy_dtype(dtype: DataType) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def dtype_of(array: NDArray[Any]) -> DataType:
+def dtype_of(array: NDArray[Any], where: str = "weights", *, wanted: str = "") -> DataType:
     """Return the :class:`DataType` of a numpy array.
+
+    Args:
+        array: The array.
+        where: What an error names: where the array is from.
+        wanted: The dtype that an error asks for; any that TensorRT has where it is left out.
 
     Raises:
         UserError: for a numpy dtype that TensorRT has no name for.
     """
     found = _FROM_NUMPY.get(array.dtype.name)
     if found is None:
-        raise UserError(f"numpy dtype {array.dtype} has no TensorRT DataType", where="weights")
+        fix = "give " + (wanted or f"one of {', '.join(_FROM_NUMPY)}")
+        raise UserError(f"numpy dtype {array.dtype} has no TensorRT DataType", where=where, fix=fix)
     return found
