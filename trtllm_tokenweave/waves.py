@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.errors import UserError, check_fields, check_kind
 from trtllm_tokenweave.schedule import DEFAULT_GRANULARITY, DEFAULT_OFFSETS, SplitPlan, ceil_div, split_point
-from trtllm_tokenweave.table.launch import CLUSTER, LaunchConfig
+from trtllm_tokenweave.table.launch import CLUSTER, MAX_CTAS, LaunchConfig
 from trtllm_tokenweave.table.model import ANY_GPU, TableKey, TuningTable
 from trtllm_tokenweave.table.model import default_table as table_of_key
 
@@ -37,6 +37,12 @@ class Tile:
 
     m: int = 128
     n: int = 256
+
+    def __post_init__(self) -> None:
+        check_fields(self, "tile.")
+        for name in ("m", "n"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{getattr(self, name)} is below 1", where=f"tile.{name}", fix="give a tile's size")
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,11 @@ def wave_count(tiles: int, sms_left: int) -> int:
 
     ``ceil(ceil(tiles / 2) / floor(sms_left / 2))``, which is ceil(tiles / sms_left) for an even number of SMs.
     """
-    if sms_left < CLUSTER:
-        raise UserError(f"{sms_left} SMs are left for the GEMMs", where="sms", fix="lower the CTAs of the collective")
+    if not CLUSTER <= sms_left <= MAX_SMS:
+        fix = f"lower the CTAs of the collective: {CLUSTER} to {MAX_SMS} SMs have to be left"
+        raise UserError(f"{sms_left} SMs are left for the GEMMs", where="sms", fix=fix)
+    if tiles < 0:
+        raise UserError(f"{tiles} tiles are below 0", where="tiles", fix="count the thread blocks of a GEMM")
     return ceil_div(ceil_div(tiles, CLUSTER), sms_left // CLUSTER)
 
 
@@ -110,12 +119,18 @@ def one_wave_tokens(shapes: Sequence[GemmShape], sms: int = DEFAULT_SMS, tile: T
     hence M <= tile.m times that, hence tokens <= floor(M * groups / rows_per_token).
     """
     tile = tile or Tile()
+    _check_sms(sms)
     slots = sms // CLUSTER * CLUSTER
     limits = []
     for shape in shapes:
         rows = tile.m * (slots // (shape.groups * ceil_div(shape.n, tile.n)))
         limits.append(rows * shape.groups // shape.rows_per_token)
     return min(limits)
+
+
+def _check_sms(sms: int) -> None:
+    if not CLUSTER <= sms <= MAX_SMS:
+        raise UserError(f"{sms} is outside of {CLUSTER}..{MAX_SMS}", where="sms", fix="give the GPU's SM count")
 
 
 @dataclass(frozen=True)
@@ -127,17 +142,32 @@ class WaveModel:
     collective, MLP of the prefix beside the suffix's attention collective, MLP of the suffix beside the prefix's
     MLP collective) the prefix's attention and the suffix's MLP meet the MLP kind, the other two the attention kind.
 
+    Attributes:
+        attention: The collective after attention; None: nothing runs beside the GEMMs, as in a step that is not split.
+        mlp: That after the MLP.
+        sms: SMs of the GPU.
+        tile: Output tile of a thread block.
+
     Raises:
-        UserError: The collectives leave no SMs.
+        UserError: The collectives leave no SMs, or take less than none.
     """
 
-    attention: LaunchConfig
-    mlp: LaunchConfig
+    attention: LaunchConfig | None = None
+    mlp: LaunchConfig | None = None
     sms: int = DEFAULT_SMS
     tile: Tile = Tile()
 
     def __post_init__(self) -> None:
-        ctas = max(self.attention.ctas, self.mlp.ctas)
+        check_fields(self)
+        for name in ("attention", "mlp"):
+            launch = getattr(self, name)
+            check_kind(launch, ("a LaunchConfig", LaunchConfig), ("None", type(None)), where=name)
+            # What model_construct and model_copy make was not checked.
+            if launch is not None and not CLUSTER <= launch.ctas <= MAX_CTAS:
+                what = f"{launch.ctas} is outside of {CLUSTER}..{MAX_CTAS}"
+                raise UserError(what, where=f"{name}.ctas", fix="give as many CTAs as a collective can have")
+        _check_sms(self.sms)
+        ctas = max(launch.ctas if launch is not None else 0 for launch in (self.attention, self.mlp))
         if self.sms - ctas < CLUSTER:
             raise UserError(
                 f"a collective of {ctas} CTAs leaves {max(self.sms - ctas, 0)} of {self.sms} SMs to the GEMMs, which "
@@ -151,6 +181,8 @@ class WaveModel:
         if half == "whole":
             return self.sms
         launch = self.mlp if (block == "attention") == (half == "prefix") else self.attention
+        if launch is None:
+            return self.sms
         left = self.sms - launch.ctas
         return min(left, launch.gemm_sms) if launch.gemm_sms else left
 

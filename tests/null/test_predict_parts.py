@@ -18,7 +18,7 @@ from trtllm_tokenweave.predict.data import FOLDER, GemmData
 from trtllm_tokenweave.predict.gemm import GemmModel
 from trtllm_tokenweave.predict.step import causal_pairs
 from trtllm_tokenweave.predict.streams import Op, Streams
-from trtllm_tokenweave.predict.variants import slowdown
+from trtllm_tokenweave.predict.variants import Predictor, slowdown
 from trtllm_tokenweave.waves import GemmShape, gemm_shapes
 
 SMS = 132
@@ -87,6 +87,20 @@ def run(streams: Streams, *ops: Op) -> float:
     for op in ops:
         streams.run(op)
     return streams.now
+
+
+@pytest.mark.parametrize("ctas", [-1, 132, 133])
+def test_a_collective_that_leaves_no_sms(ctas: int) -> None:
+    with pytest.raises(UserError, match=rf"ctas: {ctas} is outside of 0\.\.131\. Fix: give the collective fewer"):
+        Streams(SMS).start("a", 7.0, ctas)
+
+
+@pytest.mark.parametrize("ctas", [-1, 5, 133])
+def test_a_collective_of_ctas_that_were_not_measured(ctas: int) -> None:
+    predictor = Predictor(load_machine("h200-peer"), Workload(preset("llama-3.3-70b"), 2))
+    for refused in (lambda: predictor.fuse_only_us(4096, ctas), lambda: predictor.woven(4096, 0, 8, ctas)):
+        with pytest.raises(UserError, match=rf"ctas: {ctas} CTAs were not measured on h200-peer\. Fix: choose one of"):
+            refused()
 
 
 def test_streams_alone() -> None:

@@ -43,10 +43,42 @@ def test_wave_count_is_the_ceiling_for_even_sms(tiles: int, sms_left: int) -> No
 def test_no_sms_left() -> None:
     with pytest.raises(UserError, match="1 SMs are left"):
         wave_count(5, 1)
+    with pytest.raises(UserError, match=r"sms: -4 SMs are left for the GEMMs\. Fix: lower the CTAs"):
+        wave_count(5, -4)
+    with pytest.raises(UserError, match=r"tiles: -1 tiles are below 0\. Fix: "):
+        wave_count(-1, 4)
     for sms, left in ((16, 0), (17, 1), (8, 0)):
         with pytest.raises(UserError, match=f"leaves {left} of {sms} SMs to the GEMMs.*at least 18"):
             WaveModel(attention=LAUNCH, mlp=LAUNCH, sms=sms)
     assert WaveModel(attention=LAUNCH, mlp=LAUNCH, sms=18).sms_left("mlp", "prefix") == 2
+
+
+@pytest.mark.parametrize("sms", [-8, 0, 1, 1025])
+def test_no_gpu_has_so_many_sms(sms: int) -> None:
+    for refused in (lambda: WaveModel(sms=sms), lambda: one_wave_tokens(gemm_shapes(preset("llama-3.3-70b"), 8), sms)):
+        with pytest.raises(UserError, match=rf"sms: {sms} is outside of 2\.\.1024\. Fix: give the GPU's SM count"):
+            refused()
+
+
+@pytest.mark.parametrize("ctas", [-8, 0, 134])
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+def test_no_collective_has_so_many_ctas(kind: str, ctas: int) -> None:
+    """`model_copy` checks nothing: fewer CTAs than none would leave more SMs than there are."""
+    launches = {"attention": LAUNCH, "mlp": LAUNCH} | {kind: LAUNCH.model_copy(update={"ctas": ctas})}
+    with pytest.raises(UserError, match=rf"{kind}\.ctas: {ctas} is outside of 2\.\.132\. Fix: "):
+        WaveModel(launches["attention"], launches["mlp"], sms=1024)
+
+
+def test_a_tile_of_nothing() -> None:
+    with pytest.raises(UserError, match=r"tile\.n: 0 is below 1\. Fix: give a tile's size"):
+        Tile(128, 0)
+
+
+def test_nothing_beside_the_gemms_leaves_them_all_sms() -> None:
+    model = WaveModel(sms=8)
+    assert [model.sms_left(block, half) for block in ("attention", "mlp") for half in ("prefix", "suffix")] == [8] * 4
+    assert WaveModel(mlp=LAUNCH, sms=18).sms_left("mlp", "prefix") == 18
+    assert WaveModel(mlp=LAUNCH, sms=18).sms_left("mlp", "suffix") == 2
 
 
 def test_llama_70b_shapes() -> None:

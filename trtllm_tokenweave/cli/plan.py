@@ -154,8 +154,7 @@ def plan_one(table: TuningTable, shapes: tuple[GemmShape, ...], batch: int, num_
     """
     split = table.lookup(batch, num_tokens)
     # Nothing runs beside the GEMMs of a step that is not split, however many CTAs its row gives to the collectives.
-    beside = (split.attention, split.mlp) if split.suffix else (table.default_launch, table.default_launch)
-    model = WaveModel(*beside, sms=sms)
+    model = WaveModel(split.attention, split.mlp, sms=sms) if split.suffix else WaveModel(sms=sms)
     seeds = seed_offsets(shapes, model, num_tokens, granularity=table.granularity) if split.suffix else ()
     return PlannedStep(split, plan_waves(split, shapes, model), seeds[0] if seeds else None)
 

@@ -62,7 +62,14 @@ class Machine:
         return self._all_reduce(self._traffic(size, tp_size))
 
     def fused_us(self, ctas: int, size: int, tp_size: int) -> float:
-        """AllReduceRmsNorm with that many CTAs, one of `data.fused`."""
+        """AllReduceRmsNorm with that many CTAs, one of `data.fused`.
+
+        Raises:
+            UserError: they were not measured.
+        """
+        if ctas not in self._fused:
+            fix = f"choose one of {', '.join(map(str, sorted(self._fused)))}"
+            raise UserError(f"{ctas} CTAs were not measured on {self.name}", where="ctas", fix=fix)
         return self._fused[ctas](self._traffic(size, tp_size))
 
     def best_fused(self, size: int, tp_size: int) -> tuple[float, int]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
+from trtllm_tokenweave.errors import UserError
+
 # Room for rounding where a tile ends exactly when another begins.
 _TINY = 1e-9
 
@@ -80,7 +82,14 @@ class Streams:
             self.now = self._after_shared(op.us)
 
     def start(self, key: Hashable, us: float, ctas: int) -> None:
-        """Queue a collective behind those queued before."""
+        """Queue a collective behind those queued before.
+
+        Raises:
+            UserError: the collective's CTAs leave compute no SM, or are below 0.
+        """
+        if not 0 <= ctas < self.sms:
+            fix = "give the collective fewer CTAs than the GPU has SMs"
+            raise UserError(f"{ctas} is outside of 0..{self.sms - 1}", where="ctas", fix=fix)
         begin = max(self.now, self._free)
         self._free = begin + us
         self._held.append(_Held(begin, self._free, ctas))
