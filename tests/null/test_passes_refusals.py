@@ -111,8 +111,6 @@ def test_residual_with_another_reader(twist: Any, reason: str) -> None:
     ("fields", "message"),
     [
         ({"gemm": "nonsense"}, "gemm: no choice 'nonsense'. Fix: give one of ('table', 'trt', 'budget')"),
-        ({"split": "no"}, "split: 'no' is neither True nor False"),
-        ({"split_attention": None}, "split_attention: None is neither True nor False"),
         ({"max_beam_width": 0}, "max_beam_width: 0 is less than 1"),
         ({"max_draft_len": -1}, "max_draft_len: -1 is less than 0"),
     ],
@@ -121,6 +119,23 @@ def test_options_that_there_are_not(fields: dict[str, Any], message: str) -> Non
     with pytest.raises(UserError) as raised:
         options(2, 0, **fields)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("twist", [None, sum_read])
+def test_a_woven_network_is_not_woven_again(twist: Any, split: bool) -> None:
+    """Also where the first weave has left AllReduce layers."""
+    network, result = woven(Stack(twist=twist), split=split)
+    assert result.mode == ("weave" if split and twist is None else "fuse")
+    before = [layer.name for layer in network.layers]
+    with pytest.raises(UserError) as raised:
+        weave(network, options())
+    assert str(raised.value) == (
+        f"layer {next(name for name in before if 'all_reduce_rms_norm' in name)}: "
+        "is of an earlier weave: the network is woven already. "
+        "Fix: weave a network once; for other options build it again, and weave that"
+    )
+    assert [layer.name for layer in network.layers] == before
 
 
 def test_other_multiplier_is_refused() -> None:

@@ -414,12 +414,6 @@ def test_stock_collective_beside_the_chain_rules_a_split_out() -> None:
     assert "neither before the first site nor after the last" in reasons(result)
 
 
-def test_weaving_twice_does_nothing_more() -> None:
-    network = Stack().build()
-    weave(network, options())
-    assert untouched(network).mode == "stock"
-
-
 def test_a_fault_of_the_pass_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the checks inside weave: a step that breaks the network raises."""
     from trtllm_tokenweave import passes

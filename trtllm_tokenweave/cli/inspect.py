@@ -23,7 +23,9 @@ from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.llama import NetworkOptions, build_llama
 from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import ModelConfig, preset
-from trtllm_tokenweave.passes import WeaveMode, WeaveOptions, WeaveResult, weave
+from trtllm_tokenweave.network import Graph
+from trtllm_tokenweave.passes import WeaveMode, WeaveOptions, WeavePlan, WeaveResult, weave
+from trtllm_tokenweave.patterns import find_sites
 from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, NAMESPACE, VERSION, Half
 from trtllm_tokenweave.recorder import RecordedNetwork
 from trtllm_tokenweave.recorder.enums import TRT_NAMES
@@ -93,9 +95,11 @@ def inspect_(
         tuning = choose_table(config, tp_size, Here(), given=table).table
     built = time.perf_counter() - started
     found = already_woven(recorded)
-    result = weave(
-        recorded, WeaveOptions(mapping, tuning, max_batch_size, max_num_tokens, split_attention=split_attention)
-    )
+    options = WeaveOptions(mapping, tuning, max_batch_size, max_num_tokens, split_attention=split_attention)
+    if found is None:
+        result = weave(recorded, options)
+    else:
+        result = WeaveResult(WeavePlan(options, (), tuple(find_sites(Graph(recorded))[1]), None))
     document = describe(result, built)
     document["already_woven"] = None if found is None else asdict(found)
     if found is not None:

@@ -45,10 +45,12 @@ def weave(network: Any, options: WeaveOptions) -> WeaveResult:
         options: See :class:`WeaveOptions`.
 
     Raises:
-        UserError: the table was made for another tp_size or hidden_size; the network is then as it was.
+        UserError: ``options`` are none, the table was made for another tp_size or hidden_size, or the network is woven
+            already; the network is then as it was.
         TokenWeaveError: when the checker finds a fault in the pass's own work; refusals are no errors, they are
             listed in the plan, and the network is then as it was.
     """
+    check_kind(options, ("WeaveOptions", WeaveOptions), where="options")
     started = time.perf_counter()
     plan = make_plan(network, options)
     if not plan.sites:

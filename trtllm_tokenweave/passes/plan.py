@@ -114,15 +114,13 @@ def make_plan(network: Any, options: WeaveOptions) -> WeavePlan:
         options: See :class:`WeaveOptions`.
 
     Raises:
-        UserError: the table was made for another tp_size or hidden_size.
+        UserError: the table was made for another tp_size or hidden_size, or the network is woven already.
     """
     graph = Graph(network)
+    _check_stock(graph)
     found, refused = find_sites(graph)
     if not found and not refused:
-        woven = any(n.plugin_key is not None and n.plugin_key[2] == NAMESPACE for n in graph.live)
-        reason = (
-            "it is woven already" if woven else "it has no AllReduce layer, so there is nothing to fuse (tp_size 1?)"
-        )
+        reason = "it has no AllReduce layer, so there is nothing to fuse (tp_size 1?)"
         refused.append(Refusal("network", reason, "fuse"))
     sites = []
     for site in found:
@@ -143,6 +141,15 @@ def make_plan(network: Any, options: WeaveOptions) -> WeavePlan:
         tokens_ref=_tokens_ref(graph, sites[0].residual),
         batch_ref="context_lengths" if "context_lengths" in graph.inputs else None,
     )
+
+
+def _check_stock(graph: Graph) -> None:
+    """Refuse a network that was woven: what a second weave did would stand outside the first one's chain."""
+    key = (ALL_REDUCE_RMS_NORM, VERSION, NAMESPACE)
+    fused = next((node.name for node in graph.nodes if node.plugin_key == key), None)
+    if fused is not None:
+        fix = "weave a network once; for other options build it again, and weave that"
+        raise UserError("is of an earlier weave: the network is woven already", where=f"layer {fused}", fix=fix)
 
 
 def _check_table(graph: Graph, plan: WeavePlan) -> None:
