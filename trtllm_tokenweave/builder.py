@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +19,7 @@ from trtllm_tokenweave.atomic import check_target, replace_file
 from trtllm_tokenweave.config import building
 from trtllm_tokenweave.device import Gpu, current_gpu
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
-from trtllm_tokenweave.inspection import BuildReport, expect, inspect_plan
+from trtllm_tokenweave.inspection import BuildReport, Check, expect, inspect_plan
 from trtllm_tokenweave.manifest import TensorSpec, tensor_specs
 from trtllm_tokenweave.plugin_library import Attempt
 from trtllm_tokenweave.tensorrt_module import create_builder, logger, progress_monitor, tensorrt
@@ -124,7 +124,7 @@ def build(make_network: Callable[[Any], WeaveResult], settings: BuilderSettings)
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         result = make_network(network)
         config = builder.create_builder_config()
-        check_settings(config, network, configure(config, network, result, settings), result)
+        noted = check_settings(config, network, configure(config, network, result, settings), result)
         if settings.progress is not None and hasattr(trt, "IProgressMonitor"):
             monitor = progress_monitor(settings.progress)  # held until the build ends
             config.progress_monitor = monitor
@@ -141,6 +141,7 @@ def build(make_network: Callable[[Any], WeaveResult], settings: BuilderSettings)
         expected = expect(network, result, settings.fused_memory_bytes)
         data = memoryview(serialized)
         report = inspect_plan(engine, expected, data.nbytes)
+        report = replace(report, checks=(*report.checks, *noted))
         tensors = tensor_specs(engine)
     if report.failed:
         raise TokenWeaveError(f"the engine fails its check: {report.failed[0]} ({len(report.failed)} failed)")
@@ -244,7 +245,7 @@ def _add_profile(config: Any, network: Any, ranges: Ranges, index: int) -> Any:
     for name, shapes in ranges.items():
         try:
             profile.set_shape(name, shapes.minimum, shapes.optimum, shapes.maximum)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             what = f"minimum {shapes.minimum}, optimum {shapes.optimum}, maximum {shapes.maximum} do not fit ({error})"
             raise UserError(what, where=f"{where}, input {name}", fix="let minimum <= optimum <= maximum") from error
     if config.add_optimization_profile(profile) < 0:
@@ -275,7 +276,7 @@ def _save_timing_cache(config: Any, path: Path) -> None:
 # ---- what a woven network needs
 
 
-def check_settings(config: Any, network: Any, profiles: Sequence[Any], result: WeaveResult) -> None:
+def check_settings(config: Any, network: Any, profiles: Sequence[Any], result: WeaveResult) -> tuple[Check, ...]:
     """Refuse to build a woven network with settings that would make it wrong or slow.
 
     Args:
@@ -284,11 +285,14 @@ def check_settings(config: Any, network: Any, profiles: Sequence[Any], result: W
         profiles: Its optimisation profiles; a config does not tell them.
         result: What the weave did. Networks that are not split need nothing.
 
+    Returns:
+        What is right, but wasteful.
+
     Raises:
         UserError: names the setting and how to set it.
     """
     if result.mode != "weave":
-        return
+        return ()
     trt = tensorrt()
     if not config.get_preview_feature(getattr(trt.PreviewFeature, ALIASED_IO)):
         raise UserError(
@@ -309,6 +313,20 @@ def check_settings(config: Any, network: Any, profiles: Sequence[Any], result: W
             fix="create it with NetworkDefinitionCreationFlag.STRONGLY_TYPED, or do not split",
         )
     _check_optimum(profiles, result)
+    return _unreached_limits(profiles, result)
+
+
+def _unreached_limits(profiles: Sequence[Any], result: WeaveResult) -> tuple[Check, ...]:
+    """Warn of a network that was woven for larger steps than any profile has: its halves' bounds are too large."""
+    plan = result.plan
+    over = []
+    for limit, name in (("max_num_tokens", plan.tokens_ref), ("max_batch_size", plan.batch_ref)):
+        ranges = [] if name is None else [_dimension(profile, name) for profile in profiles]
+        most = max((found[2] for found in ranges if found is not None), default=None)
+        given = getattr(plan.options, limit)
+        if most is not None and None not in ranges and given > most:
+            over.append(f"{limit} {given} is above the {most} of the largest profile (input {name}): give it {most}")
+    return (Check("limits", "warning", "; ".join(over)),) if over else ()
 
 
 def _check_optimum(profiles: Sequence[Any], result: WeaveResult) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -157,6 +158,10 @@ def test_other_networks_keep_the_defaults(trt: ModuleType) -> None:
             "range for 'y', which is no input",
         ),
         ({"x": ShapeRange((2, 16), (1, 16), (4, 16))}, r"profile 0, input x: minimum \(2, 16\).*out of order"),
+        (
+            {"x": ShapeRange("1", (1, 16), (4, 16))},  # type: ignore[arg-type]
+            r"profile 0, input x: minimum 1, optimum \(1, 16\).*do not fit.*Fix: let minimum",
+        ),
     ],
 )
 def test_profiles_that_do_not_fit(trt: ModuleType, ranges: dict[str, ShapeRange], message: str) -> None:
@@ -237,10 +242,10 @@ def profile(low: int, optimum: int, high: int, name: str = "x") -> FakeProfile:
     return made
 
 
-def checked(profiles: list[FakeProfile], **fields: Any) -> None:
+def checked(profiles: list[FakeProfile], **fields: Any) -> list[str]:
     network, result = woven(**fields)
     config, _ = configured((network, result))
-    check_settings(config, network, profiles, result)
+    return [str(check) for check in check_settings(config, network, profiles, result)]
 
 
 def test_an_optimum_that_is_not_split(trt: ModuleType) -> None:
@@ -265,6 +270,28 @@ def test_a_profile_beyond_what_was_woven(trt: ModuleType) -> None:
     """Steps above the lookup's range would lose rows: constants bound its halves."""
     with pytest.raises(UserError, match="its maximum of 257 tokens is above the 256 that the network was woven for"):
         checked([profile(1, 128, 257)])
+
+
+def test_limits_beyond_all_profiles_are_noted(trt: ModuleType) -> None:
+    assert checked([profile(1, 128, 256)]) == []
+    assert checked([profile(1, 64, 64), profile(1, 128, 255)]) == [
+        "limits: warning (max_num_tokens 256 is above the 255 of the largest profile (input x): give it 255)"
+    ]
+    # A profile that does not say its range may have as many.
+    assert checked([profile(1, 128, 255), profile(1, 1, 256, name="other")]) == []
+
+
+def test_sequences_beyond_all_profiles_are_noted(trt: ModuleType) -> None:
+    network, result = woven()
+    config, _ = configured((network, result))
+    result = replace(result, plan=replace(result.plan, batch_ref="context_lengths"))
+    both = profile(1, 128, 256)
+    both.set_shape("context_lengths", (1,), (4,), (7,))
+    (note,) = check_settings(config, network, [both], result)
+    assert note.detail == "max_batch_size 8 is above the 7 of the largest profile (input context_lengths): give it 7"
+    assert note.status == "warning"
+    both.set_shape("context_lengths", (1,), (4,), (8,))
+    assert check_settings(config, network, [both], result) == ()
 
 
 def test_an_optimum_that_cannot_be_told(trt: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
@@ -383,6 +410,13 @@ def test_build(fake: FakeBuild, tmp_path: Path) -> None:
     assert cache.read_bytes() == b" and more"
     assert fake.building == ["1", "1"]
     assert "IS_BUILDING" not in os.environ
+
+
+def test_the_report_of_a_build_has_what_its_settings_waste(fake: FakeBuild) -> None:
+    plan = build(lambda network: make(network, options(max_num_tokens=512)), settings())
+    assert [str(check) for check in plan.report.checks if check.name == "limits"] == [
+        "limits: warning (max_num_tokens 512 is above the 256 of the largest profile (input x): give it 256)"
+    ]
 
 
 def test_is_building_becomes_what_it_was(fake: FakeBuild, monkeypatch: pytest.MonkeyPatch) -> None:
