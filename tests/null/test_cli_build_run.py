@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,19 +13,22 @@ import pytest
 from support.fake_decoder import DecoderMachine
 from support.fake_gpu import FakeRuntime, install_tensorrt
 from support.models import tiny
+from support.stack import Stack, options, table
 
 from trtllm_tokenweave import decoder
+from trtllm_tokenweave.builder import Plan
 from trtllm_tokenweave.checkpoint import GgufCheckpoint, Tokenizer, require_tokenizer, smollm2_gguf
 from trtllm_tokenweave.checkpoint.tokenizer import load_folder_tokenizer
 from trtllm_tokenweave.cli import build as build_command
 from trtllm_tokenweave.cli import ranks
 from trtllm_tokenweave.cli import run as run_command
 from trtllm_tokenweave.cli.app import main
-from trtllm_tokenweave.comm import MPI_TIMEOUT, LocalComm
+from trtllm_tokenweave.comm import MPI_TIMEOUT, CommBackend, LocalComm
 from trtllm_tokenweave.device import cudart
 from trtllm_tokenweave.engine import config_file, manifest_file, plan_file
 from trtllm_tokenweave.model_config import PRESETS
-from trtllm_tokenweave.table import TuningTable
+from trtllm_tokenweave.passes import weave
+from trtllm_tokenweave.table import Bucket, TableKey, TableRow, TuningTable
 
 REGISTER = decoder.register_decoder_plugins
 TINY = ["--preset", "tiny", "--max-num-tokens", "64", "--max-seq-len", "128"]
@@ -173,17 +177,37 @@ def test_builds_that_are_refused(cli: Cli, tmp_path: Path, case: str) -> None:
     assert not cli.machine.builds
 
 
-@pytest.mark.parametrize(("last", "said"), [(48, True), (64, False)])
-def test_steps_above_the_tables_rows_are_said(
-    cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, last: int, said: bool
+@pytest.mark.parametrize(
+    ("last", "mode", "said"), [(48, "weave", True), (64, "weave", False), (48, "fuse", False), (48, "stock", False)]
+)
+def test_steps_above_the_tables_rows_are_said_of_an_engine_that_splits(
+    cli: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    last: int,
+    mode: str,
+    said: bool,
 ) -> None:
-    table = tmp_path / "table.json"
-    row = {"tokens": {"lo": 1, "hi": last}, "mode": "fuse"}
-    document = {"key": {"tp_size": 1, "hidden_size": 128, "dtype": "bfloat16"}, "granularity": 16, "rows": [row]}
-    TuningTable.model_validate_json(json.dumps(document)).save(table)
-    assert main([str(word) for word in ("build", *TINY, "--table", table, "-o", tmp_path / "e")]) == 0
-    assert len(cli.machine.builds) == 1
-    assert ("table: steps of 49 to 64 tokens are above its rows" in capsys.readouterr().err) is said
+    rows = (TableRow(tokens=Bucket(lo=1, hi=last), mode="weave"),)
+    key = {"tp_size": 1, "hidden_size": 128, "dtype": "bfloat16"}
+    TuningTable(key=TableKey.model_validate(key), granularity=16, min_tokens=1, rows=rows).save(tmp_path / "table.json")
+
+    def build(job: decoder.DecoderBuild, comm: CommBackend) -> Plan:
+        """With what becomes of two ranks' network: that of one has nothing to fuse."""
+        plan = cli.machine.build(job, comm)
+        if job.mode == "stock":
+            return plan
+        two = options(2, 0, table=table(2, rows=rows), max_num_tokens=64, split=job.mode == "weave")
+        return replace(plan, result=weave(Stack().build(), two))
+
+    monkeypatch.setattr(build_command, "build_decoder", build)
+    words = ("build", *TINY, "--table", tmp_path / "table.json", "--mode", mode, "-o", tmp_path / "e")
+    assert main([str(word) for word in words]) == 0
+    captured = capsys.readouterr()
+    assert f": {mode}, {0 if mode == 'stock' else 4} sites" in captured.out
+    assert ("table: steps of 49 to 64 tokens are above its rows" in captured.err) is said
 
 
 def test_a_table_of_another_model_is_refused(cli: Cli, tmp_path: Path) -> None:

@@ -24,15 +24,19 @@ from trtllm_tokenweave.table import Bucket, LaunchConfig, TableRow
 ROW = TableRow(tokens=Bucket(lo=17, hi=32), mode="weave", split_offset=8, mlp=LaunchConfig(ctas=6))
 
 
-@pytest.fixture
-def engine(trt: ModuleType, cuda: FakeRuntime, tmp_path: Path) -> Path:
-    folder = tmp_path / "engine"
+def save(cuda: FakeRuntime, folder: Path, model: dict[str, Any], **fields: Any) -> Path:
+    """The engines of two ranks."""
     for rank in range(2):
-        result = weave(Stack(rank=rank).build(), options(2, rank, table=table(2, rows=(ROW,))))
+        result = weave(Stack(rank=rank).build(), options(2, rank, table=table(2, rows=(ROW,)), **fields))
         specs = tensor_specs(FakeEngine(cuda))
         plan = Plan(memoryview(f"plan {rank}".encode()), result, BuildReport(), specs, current_gpu())
-        save_engine(plan, folder, model={"num_layers": 2})
+        save_engine(plan, folder, model=model)
     return folder
+
+
+@pytest.fixture
+def engine(trt: ModuleType, cuda: FakeRuntime, tmp_path: Path) -> Path:
+    return save(cuda, tmp_path / "engine", {"num_layers": 2})
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
@@ -47,6 +51,34 @@ def test_a_folder_shows_its_table(engine: Path, capsys: pytest.CaptureFixture[st
     text = " ".join(out.split())
     for part in ("weave, tp_size 2", "Test GPU", "TensorRT 10.6.0", "rank 1:", "17..32", "auto 6x1024", "min_tokens 1"):
         assert part in text, part
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "steps"),
+    [
+        ({"max_num_tokens": 64}, True, "steps of 33 to 64 tokens"),
+        ({"max_num_tokens": 32}, True, None),
+        ({}, True, "steps of 33 or more tokens"),  # an engine that does not say it
+        ({"max_num_tokens": 64}, False, None),
+    ],
+)
+def test_what_happens_to_steps_above_the_tables_rows(
+    trt: ModuleType,
+    cuda: FakeRuntime,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    model: dict[str, Any],
+    split: bool,
+    steps: str | None,
+) -> None:
+    folder = save(cuda, tmp_path / "engine", model, split=split)
+    said = f"{steps} are above its rows: the default rule splits them at half, with 8 CTAs"
+    code, out, _ = run(capsys, folder)
+    assert code == 0
+    assert ("above its rows" in out) == (steps is not None)
+    assert f"table: {said}" in " ".join(out.split()) or steps is None
+    code, out, _ = run(capsys, folder, "--json")
+    assert json.loads(out)["beyond_rows"] == (None if steps is None else said)
 
 
 @pytest.mark.parametrize("name", ["rank1.engine", "rank1.json"])
@@ -97,7 +129,7 @@ RECORD: dict[str, Any] = {
     "sites": 4,
     "attention": "whole",
     "refused": [{"where": "attention", "reason": "max_draft_len is 3", "stage": "attention"}],
-    "table": {"sha256": "ab12", "source": "default", "min_tokens": 1024},
+    "table": {"sha256": "ab12", "source": "default", "min_tokens": 1024, "beyond_rows": "steps of 4 to 8"},
     "max_num_tokens": 8192,
     "max_batch_size": 8,
     "opt_num_tokens": [64, 4096],
@@ -119,7 +151,7 @@ def test_an_engine_of_trtllm_build_shows_what_was_done(tmp_path: Path, capsys: p
         "made by trtllm-build, weave, 4 sites fused, attention whole",
         "TensorRT-LLM 1.1.0, TensorRT 10.9.0",
         "steps up to 8192 tokens and 8 sequences, optimised for 64, 4096",
-        "tuning table: default, min_tokens 1024, sha256 ab12",
+        "tuning table: default, min_tokens 1024, sha256 ab12 table: steps of 4 to 8 attention",
         "attention: attention: max_draft_len is 3",
         "serve it with TensorRT-LLM (docs/trtllm_build.md)",
     ):

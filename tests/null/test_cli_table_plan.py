@@ -360,6 +360,7 @@ def test_plan_takes_the_sms_of_the_gpu() -> None:
         (("--batch", "99999"), "99999 sequences need at least 99999 tokens"),
         (("--sms", "0"), "outside of 1..1024"),
         (("--sms", "1000000000"), "outside of 1..1024"),
+        (("--sms", "1"), "sms: 1 is outside of 2..1024"),
         (("--sms", "8"), "leaves 0 of 8 SMs"),
         (("--sms", "9"), "leaves 1 of 9 SMs"),
         (("--tp", "1000"), "1000"),
@@ -370,6 +371,12 @@ def test_plan_refuses(options: tuple[str, str], what: str) -> None:
     assert what in str(error)
     assert error.fix
     assert len(str(error)) < 250
+
+
+def test_a_step_that_is_not_split_needs_no_sms_for_collectives() -> None:
+    (step,) = run_json("plan", "--preset", "llama-3.3-70b", "--tokens", "256", "--sms", "8")["steps"]
+    assert (step["mode"], step["suffix"]) == ("fuse", 0)
+    assert all(gemm["prefix"] == gemm["whole"] for gemm in step["gemms"])
 
 
 def test_plan_leaves_out_steps_of_fewer_tokens_than_sequences() -> None:

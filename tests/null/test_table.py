@@ -58,6 +58,11 @@ def test_steps_above_all_rows_are_named() -> None:
         "steps of 2049 to 8192 tokens are above its rows: the default rule splits them at half, with 8 CTAs"
     )
     assert table.lookup(1, 2049).source == "default"
+    # An engine whose limit is not known, and a threshold above the rows.
+    assert table.beyond_rows(None).startswith("steps of 2049 or more tokens are above its rows: ")
+    late = table.model_copy(update={"min_tokens": 4096})
+    assert late.beyond_rows(8192).startswith("steps of 4096 to 8192 tokens are above its rows: ")
+    assert late.beyond_rows(4095) == ""
     # A row without an end, or no rows at all: `warnings` says that.
     assert TuningTable(key=KEY, rows=rows).beyond_rows(8192) == ""
     assert TuningTable(key=KEY).beyond_rows(8192) == ""

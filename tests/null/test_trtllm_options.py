@@ -77,6 +77,9 @@ def test_steps_above_the_tables_rows_are_said(
     table.model_copy(update={"rows": (row,)}).save(place.table)
     assert run(words) == 0
     assert ("tokenweave:   table: steps of 81 to 96 tokens are above its rows" in capsys.readouterr().err) is said
+    assert place.record()["table"]["beyond_rows"].startswith("steps of 81 to 96 tokens are above") is said
+    assert main(["inspect", str(place.out)]) == 0
+    assert ("table: steps of 81 to 96 tokens are above its rows" in " ".join(capsys.readouterr().out.split())) is said
 
 
 def test_the_threshold_overrides_the_table(place: Place) -> None:

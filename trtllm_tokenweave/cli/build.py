@@ -123,8 +123,6 @@ def build(
     progress = Progress(comm)
     chosen = on_all_ranks(comm, "table", lambda: choose_table(config, size, this_machine(), given=table))
     progress.say(chosen.said)
-    if beyond := chosen.table.beyond_rows(max_num_tokens):
-        progress.say(f"table: {beyond}")
     tuning = with_threshold(chosen.table, min_tokens)
     mapping = Mapping(size, comm.rank, size)
     progress.say(f"reading {source.source}")
@@ -154,6 +152,8 @@ def build(
         )
         plan = build_decoder(job, comm)
     seconds = time.perf_counter() - started
+    if beyond := plan.result.plan.beyond_rows():
+        progress.say(f"table: {beyond}")
     progress.say("saving")
     described = describe(job, plan, source.source)
     save_engine(plan, output, comm, described.model_dump(mode="json"))

@@ -48,13 +48,18 @@ def show_engine(path: Path, as_json: bool) -> None:
     ranks = range(config.tp_size) if rank is None else (rank,)
     manifests = [read_file(manifest_file(folder, r), Manifest) for r in ranks]
     check_ranks([manifest.shared() for manifest in manifests], str(folder))
+    most = config.model.get("max_num_tokens")
+    # An engine that is fused only, or stock, splits no step of any size.
+    split = manifests[0].mode == "weave"
+    beyond = config.table.beyond_rows(most if isinstance(most, int) else None) if split else ""
     packed = sha256(config.table.pack())
     for manifest in manifests:
         check_manifest(manifest, {"table_sha256": packed}, str(manifest_file(folder, manifest.rank)))
     if as_json:
         shown = [manifest.model_dump(mode="json") for manifest in manifests]
         table = {"sha256": config.table.sha256, **config.table.model_dump(mode="json")}
-        print_json({"engine": str(path), "model": config.model, "manifests": shown, "table": table})
+        document = {"engine": str(path), "model": config.model, "manifests": shown, "table": table}
+        print_json(document | {"beyond_rows": beyond or None})
         return
     console = make_console()
     first = manifests[0]
@@ -66,6 +71,8 @@ def show_engine(path: Path, as_json: bool) -> None:
     ]
     console.print("\n".join(lines), markup=False, highlight=False)
     print_table(console, config.table, "tuning table")
+    if beyond:
+        console.print(f"table: {beyond}", markup=False, highlight=False)
 
 
 def _show_trtllm(path: Path, file: Path, config: dict[str, Any], as_json: bool) -> None:
@@ -95,5 +102,6 @@ def _show_trtllm(path: Path, file: Path, config: dict[str, Any], as_json: bool) 
             f"steps up to {record.max_num_tokens} tokens and {record.max_batch_size} sequences, optimised for {optima}",
             f"tuning table: {record.table.source}, min_tokens {record.table.min_tokens}, sha256 {record.table.sha256}",
         ]
+        lines += [f"table: {record.table.beyond_rows}"] if record.table.beyond_rows else []
     lines += [f"{left.stage}: {left.where}: {left.reason}" for left in record.refused]
     make_console().print("\n".join([*lines, SERVE_TRTLLM]), markup=False, highlight=False)

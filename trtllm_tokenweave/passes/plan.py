@@ -100,6 +100,10 @@ class WeavePlan:
         told = repr((limits, kinds, None if region is None else region.attention)).encode()
         return zlib.crc32(told) >> 1
 
+    def beyond_rows(self) -> str:
+        """`TuningTable.beyond_rows` of a network that is split; empty for others."""
+        return "" if self.region is None else self.options.table.beyond_rows(self.options.max_num_tokens)
+
     def run_starts(self) -> list[bool]:
         """Per site: does it start a run, taking the full residual instead of the previous site's shard."""
         sums = [None, *(s.sum for s in self.sites[:-1])]

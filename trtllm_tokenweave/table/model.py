@@ -272,17 +272,20 @@ class TuningTable(BaseModel):
                 lines.append(f"{place}: no step is larger than {MAX_NUM_TOKENS}")
         return tuple(lines)
 
-    def beyond_rows(self, max_num_tokens: int) -> str:
-        """Which steps of an engine lie above all rows, and what is done with them; empty where none do.
+    def beyond_rows(self, max_num_tokens: int | None) -> str:
+        """Which steps of an engine that splits lie above all rows and what is done with them; empty where none do.
 
         Args:
-            max_num_tokens: Of the engine.
+            max_num_tokens: Of the engine; None: it is not known.
         """
-        ends = [row.tokens.hi for row in self.rows]
-        last = max((hi for hi in ends if hi is not None), default=max_num_tokens)
-        if None in ends or last >= max_num_tokens:
+        ends = [row.tokens.hi for row in self.rows if row.tokens.hi is not None]
+        if not ends or len(ends) < len(self.rows):
             return ""
-        steps, ctas = f"steps of {last + 1} to {max_num_tokens} tokens", self.default_launch.ctas
+        first = max(*ends, self.min_tokens - 1) + 1
+        if max_num_tokens is not None and first > max_num_tokens:
+            return ""
+        steps = f"steps of {first}{' or more' if max_num_tokens is None else f' to {max_num_tokens}'} tokens"
+        ctas = self.default_launch.ctas
         return f"{steps} are above its rows: the default rule splits them at half, with {ctas} CTAs"
 
     def lookup(self, batch: int, num_tokens: int) -> SplitPlan:

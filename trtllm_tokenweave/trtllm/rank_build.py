@@ -152,7 +152,7 @@ class RankBuild:
         if self.request.rank == 0:
             if outcome.table is not None:
                 lines.append(f"tokenweave:   {outcome.table.said}")
-                if beyond := _beyond_rows(outcome):
+                if outcome.result is not None and (beyond := outcome.result.plan.beyond_rows()):
                     lines.append(f"tokenweave:   table: {beyond}")
             counts = Counter((refusal.stage, refusal.reason) for refusal in outcome.refused)
             first = {(r.stage, r.reason): r.where for r in reversed(outcome.refused)}
@@ -212,14 +212,6 @@ def tuning_table(request: Request, kind: ModelKind) -> Chosen:
         return chosen
     changed = TuningTable.model_validate({**chosen.table.model_dump(), "min_tokens": options.min_tokens})
     return replace(chosen, table=changed, said=f"{chosen.said}; min_tokens {options.min_tokens}")
-
-
-def _beyond_rows(outcome: Outcome) -> str:
-    """`TuningTable.beyond_rows` of a network that is split; empty for others."""
-    plan = None if outcome.result is None else outcome.result.plan
-    if plan is None or plan.region is None:
-        return ""
-    return plan.options.table.beyond_rows(plan.options.max_num_tokens)
 
 
 def given_table(path: Path, model_config: Any) -> TuningTable:

@@ -34,13 +34,17 @@ class Left(BaseModel):
 
 
 class Table(BaseModel):
-    """The tuning table of the engine: digest of its canonical JSON, where it comes from, its threshold."""
+    """The tuning table of the engine: digest of its canonical JSON, where it comes from, its threshold.
+
+    ``beyond_rows`` is what happens to steps above its rows; "" where there are none, or nothing is split.
+    """
 
     model_config = _FROZEN
 
     sha256: str
     source: str
     min_tokens: int
+    beyond_rows: str = ""
 
 
 class Record(BaseModel):
@@ -109,7 +113,7 @@ def make_record(outcome: Outcome, rank: int, release: str) -> Record:
         "mode": outcome.mode,
         "sites": len(plan.sites),
         "attention": "" if plan.region is None else plan.region.attention,
-        "table": Table(sha256=table.sha256, source=source, min_tokens=table.min_tokens),
+        "table": Table(sha256=table.sha256, source=source, min_tokens=table.min_tokens, beyond_rows=plan.beyond_rows()),
         "max_num_tokens": plan.options.max_num_tokens,
         "max_batch_size": plan.options.max_batch_size,
         "opt_num_tokens": outcome.opt_num_tokens,
