@@ -83,8 +83,9 @@ class FakeDriver:
 
     CUDA_SUCCESS = 0
 
-    def __init__(self, mhz: float, sms: tuple[int, ...] = (0, 1, 2)) -> None:
+    def __init__(self, mhz: float, sms: tuple[int, ...] = (0, 1, 2), strange: tuple[int, ...] = ()) -> None:
         self.mhz, self.sms, self.nanoseconds, self.launched = mhz, sms, 10**9, 0
+        self.strange = strange
 
     def cuModuleLoadData(self, image: bytes) -> Any:  # noqa: N802
         assert image.endswith(b"\0")
@@ -104,7 +105,11 @@ class FakeDriver:
         self.nanoseconds += 10_000_000
         for sm in self.sms:
             if sm != 1 or self.launched % 2:
-                row[sm] = self.nanoseconds * self.mhz / 1e3 - sm, self.nanoseconds
+                cycles = self.nanoseconds * self.mhz / 1e3 - sm
+                # Another SM's, which has run for a while longer.
+                if sm in self.strange and self.launched % 2 == 0:
+                    cycles += 10**9
+                row[sm] = cycles, self.nanoseconds
         self.launched += 1
         return (0,)
 
@@ -136,7 +141,24 @@ def test_marks_without_an_sm_in_common_are_an_error(gpu: Callable[..., SmClock])
     clock.begin(2)
     clock.mark()
     clock.mark()
-    with pytest.raises(TokenWeaveError, match="clock of the SMs"):
+    with pytest.raises(TokenWeaveError, match="clock of the SMs cannot be read: their counters tell nothing"):
+        clock.mhz()
+
+
+def test_counters_of_another_sm_do_not_count(gpu: Callable[..., SmClock]) -> None:
+    clock = gpu(mhz=1433.0, strange=(0,))
+    clock.begin(2)
+    clock.mark()
+    clock.mark()
+    assert clock.mhz() == pytest.approx([1433.0], rel=1e-6)
+
+
+def test_a_clock_above_the_highest_is_an_error(gpu: Callable[..., SmClock]) -> None:
+    clock = gpu(mhz=1433.0, strange=(0, 2))
+    clock.begin(2)
+    clock.mark()
+    clock.mark()
+    with pytest.raises(TokenWeaveError, match=r"tell 101433 MHz, above the highest, 1980\. Fix: let no other process"):
         clock.mhz()
 
 

@@ -31,6 +31,7 @@ class FakeRuntime:
     """
 
     cudaStreamNonBlocking = 1
+    cudaDeviceAttr = SimpleNamespace(cudaDevAttrMultiProcessorCount=16, cudaDevAttrClockRate=13)
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)
     cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal="thread local")
 
@@ -71,8 +72,10 @@ class FakeRuntime:
 
     def cudaGetDeviceProperties(self, index: int) -> Any:
         major, minor = self.capability
-        name = self.name.encode() + b"\0\0"
-        return 0, SimpleNamespace(name=name, major=major, minor=minor, multiProcessorCount=3)
+        return 0, SimpleNamespace(name=self.name.encode() + b"\0\0", major=major, minor=minor)
+
+    def cudaDeviceGetAttribute(self, attribute: int, _device: int) -> Any:
+        return 0, {16: 3, 13: 1_980_000}[attribute]
 
     def cudaDriverGetVersion(self) -> Any:
         return 0, self.driver

@@ -12,7 +12,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_tokenweave.device import DeviceArray, Stream, call, call_driver, current_device
+from trtllm_tokenweave.device import DeviceArray, Stream, call, call_driver, cudart, current_device
 from trtllm_tokenweave.errors import TokenWeaveError
 
 #: Writes cycles and nanoseconds of the SM that it runs on to that SM's place in a row.
@@ -37,6 +37,8 @@ _KERNEL = b"""
 _PLACES = 1024
 #: CTAs for each SM, so that the kernel reaches nearly all.
 _CTAS_PER_SM = 2
+#: The counters are read one after the other: what a clock may seem to be above the highest.
+_ROUNDING = 1.02
 
 
 class SmClock:
@@ -51,8 +53,10 @@ class SmClock:
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        properties = call("cudaGetDeviceProperties", current_device())
-        self._ctas = _CTAS_PER_SM * int(properties.multiProcessorCount)
+        names, device = cudart().cudaDeviceAttr, current_device()
+        sms = call("cudaDeviceGetAttribute", names.cudaDevAttrMultiProcessorCount, device)
+        khz = call("cudaDeviceGetAttribute", names.cudaDevAttrClockRate, device)
+        self._ctas, self._highest = _CTAS_PER_SM * int(sms), int(khz) / 1e3
         self._rows = DeviceArray((0, _PLACES, 2), np.uint64)
         self._marks = 0
         # The module is never unloaded: it lives as long as the process's context.
@@ -81,16 +85,22 @@ class SmClock:
         work is done.
 
         Raises:
-            TokenWeaveError: two marks have no SM in common.
+            TokenWeaveError: no SM tells a clock that the GPU can have.
         """
         marks = self._rows.to_numpy()[: self._marks]
-        return [_mhz(first, second) for first, second in zip(marks[::2], marks[1::2], strict=True)]
+        return [self._between(first, second) for first, second in zip(marks[::2], marks[1::2], strict=True)]
 
+    def _between(self, first: NDArray[np.uint64], second: NDArray[np.uint64]) -> float:
+        """Median over the SMs that both marks reached; rows of cycles and nanoseconds.
 
-def _mhz(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> float:
-    """Median over the SMs that both marks reached; rows of cycles and nanoseconds."""
-    both = (first[:, 1] > 0) & (second[:, 1] > first[:, 1])
-    if not both.any():
-        raise TokenWeaveError("the clock of the SMs cannot be read: two marks ran on different SMs")
-    cycles, nanoseconds = (second[both] - first[both]).astype(np.float64).T
-    return float(np.median(cycles / nanoseconds)) * 1e3
+        Of an SM that is another one for the second mark, as it happens under MPS, the counters have nothing in common.
+        """
+        both = (first[:, 1] > 0) & (second[:, 1] > first[:, 1]) & (second[:, 0] > first[:, 0])
+        cycles, nanoseconds = (second[both] - first[both]).astype(np.float64).T
+        mhz = cycles / nanoseconds * 1e3
+        possible = mhz[mhz <= _ROUNDING * self._highest]
+        if not possible.size:
+            told = f"{float(np.median(mhz)):.0f} MHz, above the highest, {self._highest:.0f}" if mhz.size else "nothing"
+            fix = "let no other process use this GPU meanwhile"
+            raise TokenWeaveError(f"the clock of the SMs cannot be read: their counters tell {told}. Fix: {fix}")
+        return float(np.median(possible))
