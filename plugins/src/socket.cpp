@@ -75,6 +75,12 @@ Status listen_at(const std::string& address, int backlog, UniqueFd* listener) {
   if (!*listener) return socket_error("socket");
   if (address[0] == '/') unlink(address.c_str());
   if (bind(listener->get(), reinterpret_cast<sockaddr*>(&parsed.value), parsed.bytes) != 0) {
+    if (errno == EADDRINUSE) {
+      return error(TW_BOOTSTRAP_ERROR,
+                   address +
+                       " is taken: the rank 0 of another job listens there. Fix: choose another "
+                       "TOKENWEAVE_BOOTSTRAP or TwGroupConfig.bootstrap for all ranks, or end that job");
+    }
     return socket_error("binding " + address);
   }
   if (listen(listener->get(), backlog) != 0) return socket_error("listening at " + address);

@@ -9,6 +9,7 @@
 #include "env.h"
 #include "group.h"
 #include "ranks.h"
+#include "socket.h"
 
 namespace tokenweave::test {
 namespace {
@@ -180,6 +181,21 @@ TEST(Bootstrap, TwoProcessesWithOneRankAllGetTheError) {
       3, [&](int rank) { return connected(options(rank == 2 ? 1 : rank, 3, address, 1000), gathered_squares); });
   for (const std::string& text : texts)
     EXPECT_NE(text.find("two processes say that they are rank 1"), std::string::npos) << text;
+}
+
+TEST(Bootstrap, ANameThatAnotherJobUsesIsTaken) {
+  const std::string address = fresh_address();
+  UniqueFd of_another_job;
+  ASSERT_TRUE(listen_at(address, 1, &of_another_job).ok());
+  EXPECT_EQ(connected(options(0, 2, address), gathered_squares),
+            address +
+                " is taken: the rank 0 of another job listens there. Fix: choose another TOKENWEAVE_BOOTSTRAP or "
+                "TwGroupConfig.bootstrap for all ranks, or end that job");
+}
+
+TEST(Bootstrap, AnAddressThatCannotBeMadeIsNotTaken) {
+  const std::string text = connected(options(0, 2, "/nowhere/socket"), gathered_squares);
+  EXPECT_EQ(text, "binding /nowhere/socket failed: No such file or directory");
 }
 
 TEST(Bootstrap, RefusesAddressesThatAreNoSocketNames) {
