@@ -4,6 +4,8 @@
 
 #include <string>
 
+#include "cuda_status.h"
+
 namespace tokenweave {
 namespace {
 
@@ -22,6 +24,27 @@ bool load(const char* name, Function* function) {
 }
 
 }  // namespace
+
+Status find_driver() {
+  int version = 0;
+  // 0 where the runtime cannot load libcuda; a driver that fails in another way is each rank's own affair.
+  if (cudaDriverGetVersion(&version) != cudaSuccess || version != 0) return {};
+  return error(TW_UNSUPPORTED,
+               "no NVIDIA driver can be loaded (libcuda.so.1). Fix: run this on a machine with an NVIDIA GPU and its "
+               "driver; a container has to be started with them (docker run --gpus all)");
+}
+
+Status find_device(int device) {
+  int count = 0;
+  const cudaError_t counted = cudaGetDeviceCount(&count);
+  (void)cudaGetLastError();
+  if (counted != cudaErrorNoDevice) TW_RETURN_IF_ERROR(cuda_status(counted, "cudaGetDeviceCount"));
+  if (device >= 0 && device < count) return {};
+  return error(TW_UNSUPPORTED, "there is no device " + std::to_string(device) + ": this process sees " +
+                                   std::to_string(count) +
+                                   " GPUs. Fix: let CUDA_VISIBLE_DEVICES name a GPU of this rank, or unset it; "
+                                   "nvidia-smi lists those of the machine");
+}
 
 Status load_driver(DriverTable* driver) {
   const char* missing = nullptr;

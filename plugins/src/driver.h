@@ -34,6 +34,12 @@ struct DriverTable {
   }
 };
 
+/// OK where a driver can be loaded, whether or not it sees a GPU. Else TW_UNSUPPORTED: on all ranks of the machine.
+Status find_driver();
+
+/// TW_UNSUPPORTED when this process sees no such GPU.
+Status find_device(int device);
+
 /// The table of the installed driver. TW_UNSUPPORTED names the first call that it lacks, multicast excepted.
 Status load_driver(DriverTable* driver);
 

@@ -68,6 +68,7 @@ Status Group::create(const TwGroupConfig& requested, std::unique_ptr<Group>* gro
   TW_RETURN_IF_ERROR(validate(requested));
   const Environment env = environment();
   TW_RETURN_IF_ERROR(validate(env));
+  TW_RETURN_IF_ERROR(find_driver());  // not agreed on: no rank of this machine has one
   TwGroupConfig config = requested;
   if (config.timeout_ms == 0) config.timeout_ms = env.timeout_ms;
   if (!env.multicast) config.allow_multicast = 0;
@@ -97,6 +98,7 @@ Status Group::create(const TwGroupConfig& requested, std::unique_ptr<Group>* gro
 }
 
 Status Group::prepare_device() {
+  TW_RETURN_IF_ERROR(find_device(config_.device));
   const DeviceScope scope(config_.device);
   TW_RETURN_IF_ERROR(scope.status());
   TW_RETURN_IF_ERROR(cuda_status(cudaFree(nullptr), "creating the CUDA context"));
