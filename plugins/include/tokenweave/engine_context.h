@@ -269,6 +269,10 @@ class EngineContext {
   /// Queues one step; nothing is waited for. Tensors and the values of host inputs have to stay until it is done.
   /// TW_INVALID_ARGUMENT: tensors that do not fit the engine; nothing was queued.
   /// Only what differs from the last step is set: to reuse memory is cheaper, and to keep shapes cheaper still.
+  /// Order: eager steps that one thread queues to several streams follow one another where the engine has collectives
+  /// of ours, whose plugins see to it. No plugin sees what a CUDA graph replays: a replay and eager steps on another
+  /// stream, or replays on two streams, are not ordered, and the caller has to let one wait for the other (one stream
+  /// for all, or an event). Run at once they mix their collectives and activations.
   Status step(const Tensors& inputs, const Tensors& outputs, cudaStream_t stream) {
     return steps_.run(*context_, inputs, outputs, stream);
   }
