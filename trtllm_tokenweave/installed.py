@@ -122,6 +122,7 @@ class Machine:
         environment: Folders that the user pointed at.
         compiled: File of a compiled library of this project, or None.
         surface: What `trtllm_tokenweave.trtllm.surface.main` prints about TensorRT-LLM, or None when it fails.
+        includes: The system's folders of C++ headers.
     """
 
     distribution: Callable[[str], str | None]
@@ -131,13 +132,15 @@ class Machine:
     environment: Environment = field(default_factory=Environment)
     compiled: Callable[[LibraryName], Path | None] = lambda _: None
     surface: Callable[[], str | None] = lambda: None
+    includes: tuple[Path, ...] = ()
 
 
 def this_machine(environment: Environment) -> Machine:
     """Return the machine that this process runs on."""
     compiled = partial(find_library, environment=environment)
     surface = partial(_output, [sys.executable, "-c", SURFACE_PROBE], timeout=300)
-    return Machine(_distribution, shutil.which, _output, ctypes.util.find_library, environment, compiled, surface)
+    find = ctypes.util.find_library
+    return Machine(_distribution, shutil.which, _output, find, environment, compiled, surface, _INCLUDES)
 
 
 def look(machine: Machine) -> list[Finding]:
@@ -157,6 +160,7 @@ def look(machine: Machine) -> list[Finding]:
         _package(machine, _CUDA_BINDINGS, ["cuda-bindings"]),
         _package(machine, _TENSORRT, ["tensorrt", "tensorrt_cu13", "tensorrt_cu12", *_BINDINGS]),
         _libnvinfer(machine),
+        _tensorrt_headers(machine),
         _by_loader(machine, _CUBLASLT, ["libcublasLt.so.13", "libcublasLt.so.12"]),
         _by_loader(machine, _NCCL, ["libnccl.so.2"]),
         _package(machine, _TENSORRT_LLM, ["tensorrt_llm"]),
@@ -170,6 +174,8 @@ def parse_version(text: str) -> tuple[int, ...]:
     match = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(map(int, match.group().split("."))) if match else ()
 
+
+_INCLUDES = tuple(Path("/usr/include", name) for name in ("x86_64-linux-gnu", "aarch64-linux-gnu", ""))
 
 _BINDINGS = ("tensorrt_cu13_bindings", "tensorrt_cu12_bindings")
 
@@ -234,6 +240,13 @@ _LIBNVINFER = Sought(
     "TensorRT library (libnvinfer)",
     "engines can be neither built nor run here",
     "pip install 'tensorrt>=10.6,<11', or set TENSORRT_ROOT to a TensorRT SDK",
+    TENSORRT,
+)
+_TENSORRT_HEADERS = Sought(
+    "tensorrt_headers",
+    "TensorRT headers (NvInfer.h)",
+    "the TensorRT plugins are compiled with headers that the build fetches by cargo, and without cargo not at all",
+    "set TENSORRT_ROOT to a TensorRT SDK",
     TENSORRT,
 )
 _CUBLASLT = Sought(
@@ -382,6 +395,23 @@ def _libnvinfer_of(version: str, place: str) -> Finding:
     if parse_version(version) == TENSORRT.at_least[:1]:
         return replace(_LIBNVINFER.found(f"{version}.{TENSORRT.at_least[1]}", place), version=f"{version}.x")
     return _LIBNVINFER.found(version, place)
+
+
+def _tensorrt_headers(machine: Machine) -> Finding:
+    """Where build_scripts/fetch_sdk looks for them, with the version that they say."""
+    root = machine.environment.tensorrt_root
+    for folder in (*((root / "include", root) if root else ()), *machine.includes):
+        if not (folder / "NvInfer.h").exists():
+            continue
+        file = folder / "NvInferVersion.h"
+        text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+        # TRT_MAJOR_ENTERPRISE in later releases.
+        numbers = re.findall(r"define (?:NV_TENSORRT|TRT)_(?:MAJOR|MINOR|PATCH)(?:_ENTERPRISE)? (\d+)", text)
+        return _TENSORRT_HEADERS.found(".".join(numbers) or "unknown", str(folder))
+    if root is None:
+        return _TENSORRT_HEADERS.found(None)
+    fix = f"TENSORRT_ROOT is {root}, and neither it nor its include holds NvInfer.h: name the folder of a TensorRT SDK"
+    return replace(_TENSORRT_HEADERS.found(None), fix=fix)
 
 
 def _trtllm_build(machine: Machine) -> Finding:

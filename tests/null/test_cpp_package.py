@@ -181,3 +181,46 @@ def test_what_is_missing_is_named(prefix: Path, tmp_path: Path) -> None:
     if done.returncode == 0:
         pytest.skip("this system has TensorRT and CUDA in its own folders")
     assert "TENSORRT_LIBRARY is not found" in done.stderr or "CUDA_RUNTIME_LIBRARY is not found" in done.stderr
+
+
+def configured(prefix: Path, folder: Path, components: str, *options: str, **variables: str) -> tuple[int, str]:
+    """The exit code of a project that asks for these components, and what CMake says, on one line."""
+    project = "cmake_minimum_required(VERSION 3.25)\nproject(asks LANGUAGES C CXX)\n"
+    (folder / "CMakeLists.txt").write_text(f"{project}find_package(trtllm_tokenweave REQUIRED {components})\n")
+    done = run("cmake", "-S", folder, "-B", folder / "build", f"-DCMAKE_PREFIX_PATH={prefix}", *options, **variables)
+    return done.returncode, " ".join(done.stderr.split())
+
+
+def test_an_unknown_component_is_named_beside_the_known_one(prefix: Path, tmp_path: Path) -> None:
+    code, said = configured(prefix, tmp_path, "COMPONENTS nosuch")
+    assert code == 1
+    assert "There is no component nosuch. Fix: leave it out; the only component is engine." in said
+    assert configured(prefix, tmp_path, "OPTIONAL_COMPONENTS nosuch") == (0, "")
+
+
+def test_without_tensorrt_its_variable_is_named(prefix: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "sdk"
+    empty.mkdir()
+    nothing = ("COMPONENTS engine", "-DTENSORRT_INCLUDE_DIR=NOTFOUND", "-DTENSORRT_LIBRARY=NOTFOUND")
+    code, said = configured(prefix, tmp_path, *nothing, TENSORRT_ROOT=str(empty))
+    if "TENSORRT_INCLUDE_DIR is not found. TENSORRT_LIBRARY is not found." not in said:
+        pytest.skip("this system has TensorRT in its own folders")
+    assert code == 1
+    lacks = "with no include/NvInferRuntime.h and no lib/libnvinfer.so.10"
+    assert f"TENSORRT_ROOT is {empty}, {lacks}. Fix: set TENSORRT_ROOT to a TensorRT SDK." in said
+    (empty / "NvInferRuntime.h").touch()
+    said = configured(prefix, tmp_path, *nothing, f"-DTENSORRT_ROOT={empty}", TENSORRT_ROOT="")[1]
+    assert f"TENSORRT_ROOT is {empty}, with no lib/libnvinfer.so.10. Fix: " in said
+    said = configured(prefix, tmp_path, *nothing, "-UTENSORRT_ROOT", TENSORRT_ROOT="")[1]
+    assert "TENSORRT_ROOT is " not in said
+    assert "Fix: set TENSORRT_ROOT to a TensorRT SDK." in said
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
+def test_a_build_that_leaves_the_plugins_out_names_the_variable(tmp_path: Path) -> None:
+    # Without the system's own folders, which may hold TensorRT.
+    not_there = (f"set(CMAKE_FIND_USE_{name}_PATH OFF)" for name in ("CMAKE_SYSTEM", "SYSTEM_ENVIRONMENT"))
+    lines = ("cmake_minimum_required(VERSION 3.25)", "project(plugins NONE)", *not_there)
+    (tmp_path / "CMakeLists.txt").write_text("\n".join([*lines, f"add_subdirectory({ROOT}/plugins/trt trt)", ""]))
+    said = built("cmake", "-S", tmp_path, "-B", tmp_path / "build", TENSORRT_ROOT="/nowhere")
+    assert "No TensorRT headers: the plugins are not built. Fix: set TENSORRT_ROOT to a TensorRT 10 SDK" in said

@@ -217,6 +217,44 @@ def test_libnvinfer_of_an_sdk(tmp_path: Path) -> None:
     assert (found.status, found.version) == ("unsupported", "10.4.0")
 
 
+@pytest.mark.parametrize("folder", ["include", "."])
+@pytest.mark.parametrize(
+    ("text", "status", "version"),
+    [
+        (
+            "#define NV_TENSORRT_MAJOR 10 //!< x\n#define NV_TENSORRT_MINOR 6\n#define NV_TENSORRT_PATCH 0\n",
+            "ok",
+            "10.6.0",
+        ),
+        (
+            "#define TRT_MAJOR_ENTERPRISE 10\n#define TRT_MINOR_ENTERPRISE 16\n#define TRT_PATCH_ENTERPRISE 1\n"
+            "#define NV_TENSORRT_MAJOR TRT_MAJOR_ENTERPRISE\n#define NV_TENSORRT_LWS_PATCH 0\n",
+            "ok",
+            "10.16.1",
+        ),
+        ("#define NV_TENSORRT_MAJOR 8\n#define NV_TENSORRT_MINOR 6\n", "unsupported", "8.6"),
+        (None, "unsupported", "unknown"),
+    ],
+)
+def test_tensorrt_headers_of_an_sdk(tmp_path: Path, folder: str, text: str | None, status: str, version: str) -> None:
+    (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / folder / "NvInfer.h").touch()
+    if text is not None:
+        (tmp_path / folder / "NvInferVersion.h").write_text(text)
+    found = finding(replace(machine(), environment=Environment(tensorrt_root=tmp_path)), "tensorrt_headers")
+    assert (found.status, found.version, found.where) == (status, version, str(tmp_path / folder))
+    of_the_system = replace(machine(), includes=(Path("/nowhere"), tmp_path / folder))
+    assert finding(of_the_system, "tensorrt_headers") == found
+
+
+def test_a_tensorrt_root_without_headers_is_named(tmp_path: Path) -> None:
+    there = replace(machine(), environment=Environment(tensorrt_root=tmp_path))
+    found = finding(there, "tensorrt_headers")
+    assert found.status == "missing"
+    assert found.fix.startswith(f"TENSORRT_ROOT is {tmp_path}, and neither it nor its include holds NvInfer.h: ")
+    assert finding(machine(), "tensorrt_headers").fix == "set TENSORRT_ROOT to a TensorRT SDK"
+
+
 def test_versions_and_ranges() -> None:
     assert parse_version("13.0.88+x") == (13, 0, 88)
     assert parse_version("dev") == ()

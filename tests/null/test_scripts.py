@@ -216,6 +216,32 @@ def test_fetch_sdk_has_help(clone: Clone, word: str) -> None:
     assert (wrong.returncode, wrong.stdout, wrong.stderr) == (2, "", done.stdout)
 
 
+@pytest.mark.parametrize("folder", ["include", "."])
+def test_tensorrt_headers_of_an_sdk(clone: Clone, tmp_path: Path, folder: str) -> None:
+    held = tmp_path / "sdk" / folder
+    held.mkdir(parents=True)
+    (held / "NvInfer.h").touch()
+    done = clone.run("build_scripts/fetch_sdk", "tensorrt", TENSORRT_ROOT=str(tmp_path / "sdk"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert Path(done.stdout.strip()).samefile(held)
+
+
+@pytest.mark.parametrize("cargo", [None, "#!/bin/bash\nexit 1\n"])
+@pytest.mark.parametrize("root", ["", "/nowhere"])
+def test_without_tensorrt_headers_the_variable_is_named(clone: Clone, root: str, cargo: str | None) -> None:
+    if any(Path("/usr/include").glob("**/NvInfer.h")):
+        pytest.skip("this system has TensorRT's headers")
+    if cargo is not None:
+        clone.add("cargo", cargo)
+    done = clone.run("build_scripts/fetch_sdk", "tensorrt", TENSORRT_ROOT=root)
+    assert (done.returncode, done.stdout) == (1, "")
+    why = "there is no cargo" if cargo is None else "cargo cannot fetch"
+    assert f"fetch_sdk: no TensorRT headers: {why}" in done.stderr
+    assert done.stderr.splitlines()[-1].partition(" Fix: ")[2].startswith("set TENSORRT_ROOT to ")
+    said = "fetch_sdk: TENSORRT_ROOT is /nowhere, and neither it nor its include holds NvInfer.h: looking elsewhere\n"
+    assert done.stderr.startswith(said) == bool(root)
+
+
 def test_scripts_agree_on_what_the_sdk_takes(clone: Clone) -> None:
     sizes = [clone.run(f"build_scripts/{name}", "--help").stdout for name in ("fetch_sdk", "test")]
     (fetch,) = re.findall(r"\.sdk/ \((up to [\d.]+ .B)", sizes[0])
