@@ -78,6 +78,8 @@ class Clone:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # A shell's background job, as these tests may be, ignores it, and its children with it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def waits_in(self, process: subprocess.Popen[str]) -> int:
