@@ -9,9 +9,10 @@ import torch
 
 from gpu.oracle import Problem, Shape, check_normed, check_residual
 from trtllm_tokenweave.c_interface import UNSUPPORTED, LibraryError
-from trtllm_tokenweave.native import AUTO, PEER, PUSH, SOFT_MULTICAST, Group, LaunchConfig, RankTensors
+from trtllm_tokenweave.native import AUTO, BULK, PEER, PUSH, SOFT_MULTICAST, Group, LaunchConfig, RankTensors
 
 MAILBOX_BYTES = 4 << 20  # of one call of the push loader
+SHARED_BYTES = (227 << 10) - 5632  # of a CTA, less what the kernels have for themselves
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,17 @@ class Variant:
 
 
 def supported(shape: Shape, variant: Variant) -> bool:
-    """Whether the variant's loader can serve the shape; of the bulk loader not asked."""
-    if variant.loader != PUSH:
-        return True
+    """Whether the variant's loader can serve the shape."""
     row = shape.hidden * shape.dtype.itemsize
+    threads = 1024 if shape.size == 2 else 768
+    if variant.loader not in (BULK, PUSH):
+        return True
+    if row > 16 * 4 * threads:
+        return False
+    if variant.loader == BULK:
+        return bool(torch.cuda.get_device_capability() >= (9, 0)) and (shape.size + 1) * row <= SHARED_BYTES
     rows = -(-shape.tokens // shape.size) * (shape.size - 1) * (3 if variant.gather_residual else 2)
-    return shape.size > 1 and rows * row <= MAILBOX_BYTES and row <= 16 * 4 * (1024 if shape.size == 2 else 768)
+    return shape.size > 1 and rows * row <= MAILBOX_BYTES
 
 
 def place(group: Group, rank: int, problem: Problem, variant: Variant) -> RankTensors:

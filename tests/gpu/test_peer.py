@@ -270,6 +270,7 @@ def test_a_group_whose_device_is_lost_ends_in_memory_of_nccl() -> None:
     assert seconds < 2 * TIMEOUT_MS / 1000 + 1
 
 
+@needs_nccl
 def test_all_ranks_do_without_nccl_where_one_does_not_ask() -> None:
     assert run_ranks(asked_by_one) == [b"rank 1: TOKENWEAVE_SYMMETRIC_MEMORY is not nccl", b""]
 
