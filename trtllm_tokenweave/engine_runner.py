@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -65,24 +66,28 @@ class Ladder:
 
     Attributes:
         steps: Steps by (what was run, how).
+        seconds: What they took, by the same; the capture of a graph counts as its eager step.
         reasons: Steps that were run further down than they could be, by the reason.
     """
 
     steps: Counter[tuple[WeaveMode, Run]] = field(default_factory=Counter)
+    seconds: defaultdict[tuple[WeaveMode, Run], float] = field(default_factory=lambda: defaultdict(float))
     reasons: Counter[str] = field(default_factory=Counter)
 
-    def note(self, mode: WeaveMode, run: Run, reasons: list[str]) -> None:
+    def note(self, mode: WeaveMode, run: Run, reasons: list[str], seconds: float) -> None:
         """Count a step; a reason is logged when it comes first."""
         self.steps[mode, run] += 1
+        self.seconds[mode, run] += seconds
         for reason in reasons:
             if reason not in self.reasons:
                 logging.getLogger(__name__).info("%s, %s: %s", mode, run, reason)
             self.reasons[reason] += 1
 
     def document(self) -> dict[str, Any]:
-        """Plain data: {"steps": {"weave graph": count}, "reasons": {reason: count}}."""
+        """Plain data: {"steps": {"weave graph": count}, "step_seconds": {"weave graph": s}, "reasons": {reason: n}}."""
         return {
             "steps": {f"{mode} {run}": n for (mode, run), n in sorted(self.steps.items())},
+            "step_seconds": {f"{mode} {run}": round(s, 5) for (mode, run), s in sorted(self.seconds.items())},
             "reasons": dict(self.reasons),
         }
 
@@ -196,6 +201,7 @@ class EngineStep:
         Raises:
             TokenWeaveError: TensorRT or a plugin refuses the step, or a plugin failed in it.
         """
+        started = time.perf_counter()
         (step,) = inputs
         given = recurring(step, self.model.max_seq_len)  # held until the step is done, which reads it
         # A hundred kilobytes with 64 sequences: not to be hashed in every step.
@@ -213,7 +219,7 @@ class EngineStep:
         if after != before:
             raise TokenWeaveError(f"the step failed: {after}")
         run: Run = "graph" if self.graphs.counters.graph > replayed else "eager"
-        self._count(given, run, capture_failed=self.graphs.counters.fallback > failed)
+        self._count(given, run, time.perf_counter() - started, capture_failed=self.graphs.counters.fallback > failed)
         return logits
 
     def _context(self, num_tokens: int) -> EngineContext:
@@ -232,7 +238,7 @@ class EngineStep:
     def _said(self) -> str:
         return plugin_library().last_error() if self.engine.manifest.mode != "stock" else ""
 
-    def _count(self, given: StepInputs, run: Run, *, capture_failed: bool) -> None:
+    def _count(self, given: StepInputs, run: Run, seconds: float, *, capture_failed: bool) -> None:
         types = given["host_request_types"]
         mode, reasons = self.engine.manifest.mode, []
         if mode != self.model.wanted:
@@ -245,7 +251,7 @@ class EngineStep:
         elif run == "eager":
             chunks = bool((types != GENERATION).any())
             reasons.append("no graph: a prompt is read" if chunks else "no graph yet: it is made when a step recurs")
-        self.ladder.note(mode, run, reasons)
+        self.ladder.note(mode, run, reasons, seconds)
 
     def close(self) -> None:
         """Give everything back: graphs, context, stream, then the memory."""

@@ -57,6 +57,7 @@ class Commands:
             "prompts": [{"tokens": t} for t in tokens],
             "tokens_per_second": 100.0 * len(self.started),
             "steps": {"weave graph": 3},
+            "step_seconds": {"weave graph": 0.0123},
         }
         return subprocess.CompletedProcess(command, 0, json.dumps(document) + "\n", "")
 
@@ -93,8 +94,8 @@ def test_stock_and_woven_engines_are_built_and_run_on_all_gpus(commands: Command
         "generating with the weave engine",
     ]
     assert _gpu_lines(found) == [
-        "TensorRT, 2 GPU(s), bfloat16, stock: 200.0 tokens/s; steps: 3 weave graph",
-        "TensorRT, 2 GPU(s), bfloat16, weave: 400.0 tokens/s; steps: 3 weave graph",
+        "TensorRT, 2 GPU(s), bfloat16, stock: 200.0 tokens/s; steps: 3 weave graph (4.10 ms each)",
+        "TensorRT, 2 GPU(s), bfloat16, weave: 400.0 tokens/s; steps: 3 weave graph (4.10 ms each)",
         "TensorRT: stock and woven engines say the same to 2 of 2 prompts",
     ]
 

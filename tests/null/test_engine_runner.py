@@ -229,6 +229,8 @@ def test_the_ladder_says_what_was_run(ranks: Ranks, mode: WeaveMode) -> None:
         assert step.ladder.reasons[few] == (2 if mode == "weave" else 0)
         document = step.ladder.document()
         assert document["steps"] == {f"{m} {run}": n for (m, run), n in sorted(woven.items())}
+        assert document["step_seconds"].keys() == document["steps"].keys()
+        assert all(seconds > 0 for seconds in document["step_seconds"].values())
 
 
 def test_an_engine_that_is_less_than_was_wanted_says_why(step: EngineStep) -> None:

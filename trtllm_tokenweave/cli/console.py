@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
@@ -31,3 +33,9 @@ def print_whole(console: Console, view: Table) -> None:
     console.width = max(width, Measurement.get(console, console.options.update(max_width=_UNLIMITED), view).maximum)
     console.print(view)
     console.width = width
+
+
+def steps_said(document: dict[str, Any]) -> str:
+    """How many steps were run how, and how long one took, from the ladder's document."""
+    each = {rung: document["step_seconds"][rung] / count * 1e3 for rung, count in document["steps"].items()}
+    return ", ".join(f"{count} {rung} ({each[rung]:.2f} ms each)" for rung, count in document["steps"].items())

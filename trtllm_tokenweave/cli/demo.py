@@ -20,7 +20,7 @@ from rich.table import Table
 from trtllm_tokenweave import __version__
 from trtllm_tokenweave.atomic import check_folder, check_target
 from trtllm_tokenweave.checkpoint import Checkpoint, open_checkpoint, smollm2_gguf
-from trtllm_tokenweave.cli.console import make_console
+from trtllm_tokenweave.cli.console import make_console, steps_said
 from trtllm_tokenweave.cli.inspect import already_woven, describe, mapping_of, network_table
 from trtllm_tokenweave.comm import CommBackend, MpiComm
 from trtllm_tokenweave.config import read_environment
@@ -229,7 +229,7 @@ def _gpu_lines(gpu: dict[str, Any] | None) -> list[str]:
         return [f"TensorRT: skipped: {gpu['skipped']}" if "skipped" in gpu else f"TensorRT: failed: {gpu['error']}"]
     lines = [
         f"TensorRT, {gpu['ranks']} GPU(s), bfloat16, {mode}: {engine['tokens_per_second']:.1f} tokens/s; steps: "
-        + ", ".join(f"{count} {rung}" for rung, count in engine["steps"].items())
+        + steps_said(engine)
         for mode, engine in gpu["engines"].items()
     ]
     if len(lines) > 1:

@@ -14,6 +14,7 @@ import typer
 from trtllm_tokenweave.agreement import gather_json
 from trtllm_tokenweave.checkpoint.base import Tokenizer
 from trtllm_tokenweave.checkpoint.tokenizer import load_folder_tokenizer
+from trtllm_tokenweave.cli.console import steps_said
 from trtllm_tokenweave.cli.ranks import Progress, start_ranks
 from trtllm_tokenweave.decoder import TOKENIZER, DecoderModel
 from trtllm_tokenweave.engine import Engine, config_file
@@ -128,6 +129,6 @@ def show(document: dict[str, Any]) -> None:
         f"{document['new_tokens']} tokens in {document['seconds']:.2f} s: {document['tokens_per_second']:.1f} tokens/s "
         f"(tp_size {document['tp_size']}, engine {document['mode']})"
     )
-    print("steps: " + ", ".join(f"{count} {rung}" for rung, count in document["steps"].items()))
+    print(f"steps: {steps_said(document)}")
     for reason, count in document["reasons"].items():
         print(f"  {count} times: {reason}")
