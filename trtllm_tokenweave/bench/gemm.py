@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from trtllm_tokenweave.bench.kernel import command
 from trtllm_tokenweave.model_config import ModelConfig
 from trtllm_tokenweave.predict.data import GemmCurve, GemmData
 from trtllm_tokenweave.waves import gemm_shapes
@@ -41,6 +42,7 @@ def measure_gemms(config: ModelConfig, tp_sizes: Sequence[int], tokens: Sequence
     properties = torch.cuda.get_device_properties(0)
     return GemmData(
         what="bf16 GEMMs [num_tokens, k] x [k, n] alone on the GPU, microseconds by num_tokens",
+        command=command(),
         source=f"trtllm-tokenweave bench gemm: torch.mm, medians of {REPEATS * ROUNDS} device events, under load",
         date=dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
         machine=f"one {properties.name}",

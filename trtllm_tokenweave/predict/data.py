@@ -42,9 +42,10 @@ class GemmCurve(_Frozen):
 
 
 class GemmData(_Frozen):
-    """GEMMs of one GPU."""
+    """GEMMs of one GPU; ``command`` made them, where it is one of ours."""
 
     what: str
+    command: str = ""
     source: str
     date: str
     machine: str
