@@ -16,6 +16,9 @@ constexpr int kMultimemCtas = 16;
 // all SMs end together and leave the link idle between the loads and the stores (57.7 against 59.3 us at 1024 tokens).
 constexpr int kBulkCtas = 48;
 constexpr int kBulkRowsPerCta = 2;
+// docs/results/loopback_h200.json: few CTAs whose shared memory holds one row of all ranks only load nothing while that
+// row is summed; then threads that load for themselves are faster.
+constexpr int kBulkRows = 2;
 // docs/results/kernel_variants_tp2.json, hidden 8192 in 16 bits: pushing wins with a CTA for each own row and at least
 // 64 (13.1 against 13.6 us at 64 tokens, 15.2 against 15.5 at 128, 20.9 against 21.1 at 256), and loses with two rows a
 // CTA (22.1 us at 256 tokens) or 16 CTAs (17.4 us at 64). More than 64 CTAs are for more rows only (15.7 us with 132 at
@@ -160,7 +163,8 @@ Status pick_loader(const LaunchRequest& request, const KernelEntry& bulk, const 
                  "ranks in shared memory. Fix: TW_LOADER_AUTO");
   }
   const int ctas = request.ctas != 0 ? request.ctas : default_ctas(request, limits, Loader::kBulk);
-  const bool faster = ctas <= kBulkCtas || request.rows_per_rank <= kBulkRowsPerCta * ctas;
+  const bool overlaps = kBulkRows * bulk.sources * row_bytes(request) <= dynamic_shared_bytes(limits);
+  const bool faster = (ctas <= kBulkCtas && overlaps) || request.rows_per_rank <= kBulkRowsPerCta * ctas;
   *loader =
       wanted == TW_LOADER_BULK || (wanted == TW_LOADER_AUTO && possible && faster) ? Loader::kBulk : Loader::kCpAsync;
   return {};

@@ -218,7 +218,18 @@ TEST(PickLoader, TakesTheCopyEngineWhereItCanBeAndIsFaster) {
   r.ctas = 16;
   EXPECT_EQ(picked(r, kH200), Loader::kBulk);
   EXPECT_EQ(picked(r, kH200, TW_LOADER_CP_ASYNC), Loader::kCpAsync);
-  r.ctas = 0;
+  r.size = 4;
+  EXPECT_EQ(picked(r, kH200), Loader::kBulk);
+  r.size = 8;  // one row of nine sources takes 144 KiB
+  EXPECT_EQ(picked(r, kH200), Loader::kCpAsync);
+  EXPECT_EQ(picked(r, kH200, TW_LOADER_BULK), Loader::kBulk);
+  r.rows_per_rank = 32;
+  EXPECT_EQ(picked(r, kH200), Loader::kBulk);
+  r.rows_per_rank = 33;
+  EXPECT_EQ(picked(r, kH200), Loader::kCpAsync);
+  r.vectors_per_row = 512;
+  EXPECT_EQ(picked(r, kH200), Loader::kBulk);
+  r = request();
   r.rows_per_rank = 129;
   EXPECT_EQ(picked(r, kH200), Loader::kBulk);
 
