@@ -17,6 +17,7 @@ from trtllm_tokenweave.bench.plots import (
     e2e_markdown,
     kernel_markdown,
     kernel_rows,
+    loopback_markdown,
     overlap_markdown,
     small_markdown,
     stack_markdown,
@@ -42,6 +43,7 @@ def test_figures_of_the_documentation_come_from_the_results() -> None:
     kernel = result("kernel_tp2.json")
     assert kernel_markdown(kernel, 8192) in document
     assert overlap_markdown(result("overlap_tp2.json")) in document
+    assert loopback_markdown(result("loopback_h200.json"), 4096) in document
     row = next(r for r in kernel_rows(kernel, 8192) if r["num_tokens"] == 4096)
     assert f"({row['staged_16_ctas_us']} against {row['nccl_norm_us']} us there)" in document
     assert kernel["date"] in document
@@ -339,6 +341,12 @@ def test_plot_of_the_documentation_is_redrawn(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["loopback", "--ranks", "2,9"], "--ranks: 9 is above 8"),
+        (
+            ["loopback", "--loaders", "bulk,stream"],
+            "'bulk,stream' names another loader than auto, cp_async, bulk",
+        ),
+        (["loopback", "--ctas", "0"], "--ctas: a number is below 1"),
         (["plot", "missing.json"], "cannot be read"),
         (["plot", "EMPTY"], "is no result that has a plot. Fix: give the JSON of bench kernel, stack, e2e or trace"),
         (["plot", "TEXT"], "no result that has a plot: it is no JSON"),

@@ -73,6 +73,18 @@ def overlap_markdown(document: Mapping[str, Any]) -> str:
     return _markdown(lines)
 
 
+def loopback_markdown(document: Mapping[str, Any], num_tokens: int) -> str:
+    """Microseconds of virtual ranks at one token count as a Markdown table; a line: so many ranks, a loader."""
+    rows = [row for row in document["rows"] if row["num_tokens"] == num_tokens]
+    columns = sorted({row["ctas"] for row in rows})
+    us = {(row["ranks"], row["loader"], row["ctas"]): row["us"] for row in rows}
+    kinds = dict.fromkeys((ranks, loader) for ranks, loader, _ in us)
+    lines = [("CTAs of each rank", [str(ctas) for ctas in columns])]
+    for ranks, loader in kinds:
+        lines.append((f"{ranks} ranks, `{loader}`, us", [f"{us[ranks, loader, ctas]:.0f}" for ctas in columns]))
+    return _markdown(lines)
+
+
 def _markdown(lines: Sequence[tuple[str, Sequence[str]]]) -> str:
     """A table of named lines, the first of which is its head."""
     head, *body = (f"| {name} | {' | '.join(cells)} |" for name, cells in lines)

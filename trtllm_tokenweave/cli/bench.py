@@ -16,6 +16,7 @@ from trtllm_tokenweave.model_config import preset as model_preset
 from trtllm_tokenweave.report import Picture, picture_files, plots_html, write_files
 
 LOADERS = ("auto", "cp_async", "bulk", "push")  # bench/kernel.py knows them, and needs torch
+MAX_RANKS = 8  # TW_MAX_RANKS
 
 _NUMBERS = "give numbers above 0, separated by commas: 512,1024"
 
@@ -102,15 +103,44 @@ def kernel(
 ) -> None:
     """Time AllReduceRmsNorm on two GPUs against its peers and the link's floor; each is verified first."""
     sizes, counts, grids = numbers(hidden, "--hidden"), numbers(tokens, "--tokens"), numbers(ctas, "--ctas")
-    names = tuple(loaders.split(","))
-    if not set(names) <= set(LOADERS):
-        raise UserError(f"{loaders!r} names another loader than {', '.join(LOADERS)}", where="--loaders")
+    names = _loaders(loaders)
     if output is not None:
         check_target(output)
     _need_gpus(2)
     from trtllm_tokenweave.bench.kernel import KernelBench, measure_kernel
 
     _finish(measure_kernel(KernelBench(sizes, counts, peers, names, grids)), output, as_json)
+
+
+def _loaders(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not set(names) <= set(LOADERS):
+        raise UserError(f"{text!r} names another loader than {', '.join(LOADERS)}", where="--loaders")
+    return names
+
+
+@app.command()
+def loopback(
+    ranks: Annotated[str, typer.Option(help="Numbers of virtual ranks.")] = "2,4,8",
+    hidden: Annotated[str, typer.Option(help="Hidden sizes.")] = "8192",
+    tokens: Annotated[str, typer.Option(help="Token counts.")] = "512,4096",
+    loaders: Annotated[str, typer.Option(help="How the kernel moves rows: auto,cp_async,bulk,push.")] = "cp_async,bulk",
+    ctas: Annotated[str, typer.Option(help="CTAs of each rank to try.")] = "4,8,16",
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time AllReduceRmsNorm among virtual ranks on one GPU: what few CTAs do where the link is no limit."""
+    sizes = numbers(ranks, "--ranks")
+    if max(sizes) > MAX_RANKS:
+        raise UserError(f"{max(sizes)} is above {MAX_RANKS}", where="--ranks", fix="give fewer ranks")
+    hiddens, counts, grids = numbers(hidden, "--hidden"), numbers(tokens, "--tokens"), numbers(ctas, "--ctas")
+    names = _loaders(loaders)
+    if output is not None:
+        check_target(output)
+    _need_gpus(1)
+    from trtllm_tokenweave.bench.loopback import LoopbackBench, measure_loopback
+
+    _finish(measure_loopback(LoopbackBench(sizes, hiddens, counts, names, grids)), output, as_json)
 
 
 @app.command()

@@ -1,0 +1,119 @@
+"""AllReduceRmsNorm among virtual ranks on one GPU: `trtllm-tokenweave bench loopback`.
+
+All ranks' memory is the GPU's own, so that no link is a limit: what is left is what the SMs of few CTAs can do, by
+loader, number of ranks and CTAs. Each candidate is verified first; times are medians of device events around the one
+cooperative kernel of all ranks, in microseconds.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trtllm_tokenweave.bench.kernel import DTYPE, EPS, LOADERS, command, machine
+from trtllm_tokenweave.bench.timing import Operation, time_all
+from trtllm_tokenweave.c_interface import UNSUPPORTED, LibraryError
+from trtllm_tokenweave.config import prepare_benchmark
+from trtllm_tokenweave.native import Call, Group, LaunchConfig, RankTensors
+
+ITERATIONS = 10
+TIMEOUT_MS = 5000
+# What a result may differ from one in fp32, relative to its norm: two roundings to bf16.
+TOLERANCE = 5e-3
+
+
+@dataclass(frozen=True)
+class LoopbackBench:
+    """What to measure: numbers of ranks, hidden sizes, token counts, loaders (of LOADERS) and CTAs a rank."""
+
+    ranks: tuple[int, ...]
+    hidden: tuple[int, ...]
+    tokens: tuple[int, ...]
+    loaders: tuple[str, ...]
+    ctas: tuple[int, ...]
+
+
+def place(group: Group, tokens: int, hidden: int) -> list[RankTensors]:
+    """Random tensors of every rank, each rank's own rows of the residual, input and normed in symmetric memory."""
+    num_bytes, rows = tokens * hidden * DTYPE.itemsize, -(-tokens // group.size)
+    made = []
+    for rank in range(group.size):
+        source, normed = (group.tensor(rank, (tokens, hidden), DTYPE, at) for at in (0, num_bytes))
+        source.normal_()
+        residual = torch.randn(rows, hidden, device=source.device).to(DTYPE)
+        made.append(RankTensors(source, residual, normed, torch.empty_like(residual)))
+    return made
+
+
+def verify(group: Group, tensors: list[RankTensors], call: Call, run: Operation, name: str) -> None:
+    """Run once and compare every rank's result with fp32.
+
+    Raises:
+        AssertionError: one differs; a wrong collective is often a fast one.
+    """
+    tokens = tensors[0].input.shape[0]
+    want = torch.cat([t.residual for t in tensors])[:tokens].float() + sum(t.input.float() for t in tensors)
+    want = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + EPS) * call.weight.float()
+    for t in tensors:
+        t.normed.fill_(float("nan"))
+    run(0)
+    torch.cuda.synchronize()
+    group.check()
+    for rank, t in enumerate(tensors):
+        error = float((t.normed.float() - want).norm() / want.norm())
+        if not error < TOLERANCE:
+            raise AssertionError(f"{name}: relative error {error} on rank {rank} at {tuple(want.shape)}")
+
+
+def measure_rows(group: Group, hidden: int, tokens: int, arguments: LoopbackBench) -> list[dict[str, Any]]:
+    """A row for each loader and number of CTAs that the library takes."""
+    call = Call((1 + 0.1 * torch.randn(hidden, device="cuda")).to(DTYPE), None, EPS)
+    tensors = place(group, tokens, hidden)
+    operations: dict[str, Operation] = {}
+    for loader, ctas in itertools.product(arguments.loaders, arguments.ctas):
+        queue = group.prepare(call, tensors, LaunchConfig(loader=LOADERS[loader], ctas=ctas))
+
+        def run(_: int, queue: Any = queue) -> None:
+            queue()
+
+        try:
+            verify(group, tensors, call, run, f"{loader}, {ctas} CTAs")
+        except LibraryError as error:
+            if error.code != UNSUPPORTED:
+                raise
+            continue
+        operations[f"{loader}@{ctas}"] = run
+    times = time_all(operations, lambda _: None, ITERATIONS)
+    rows = []
+    for name, us in times.items():
+        loader, ctas_text = name.split("@")
+        row = {"ranks": group.size, "hidden": hidden, "num_tokens": tokens, "loader": loader, "ctas": int(ctas_text)}
+        rows.append({**row, "us": us})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def measure_loopback(arguments: LoopbackBench) -> dict[str, Any]:
+    """Measure on one GPU of this machine; returns the JSON document."""
+    prepare_benchmark()
+    torch.cuda.set_device(0)
+    rows = []
+    for ranks, hidden in itertools.product(arguments.ranks, arguments.hidden):
+        num_bytes = 2 * max(arguments.tokens) * hidden * DTYPE.itemsize
+        group = Group(ranks, loopback=1, tensor_bytes=num_bytes, timeout_ms=TIMEOUT_MS)
+        for tokens in arguments.tokens:
+            rows += measure_rows(group, hidden, tokens, arguments)
+        group.close()
+    return {
+        "what": "AllReduceRmsNorm among virtual ranks of one GPU, us: medians of device events; ctas: of each rank",
+        "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
+        "command": command(),
+        "machine": machine(),
+        "dtype": "bfloat16",
+        "rows": rows,
+    }
