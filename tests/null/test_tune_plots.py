@@ -228,6 +228,7 @@ def test_a_table_has_no_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     [
         ("stack", "rows.3.stock_ms", None, "rows[3]: has no 'stock_ms', which a result of bench stack"),
         ("kernel", "rows.2.hidden", None, "rows[2]: has no 'hidden', which a result of bench kernel"),
+        ("stack", "rows.3.stock_ms", "null", "rows[3].stock_ms: is null, and not in a result of bench stack"),
         *(("stack", "rows.1.stock_ms", value, "rows[1].stock_ms: is no time") for value in ("0", "-1", "NaN", '"1"')),
         *(
             ("e2e", "sweep.1.woven_ms", value, "sweep[1].woven_ms: is no time")

@@ -99,8 +99,10 @@ def _check_rows(document: Mapping[str, Any], kind: Kind, path: Path) -> None:
         if not isinstance(row, Mapping):
             raise UserError("is no row of fields", where=where, fix=_AGAIN)
         for name in kind.needs:
-            if row.get(name) is None:
+            if name not in row:
                 raise UserError(f"has no '{name}', which a result of {kind.name} has", where=where, fix=_AGAIN)
+            if row[name] is None:
+                raise UserError(f"is null, and not in a result of {kind.name}", where=f"{where}.{name}", fix=_AGAIN)
     for rows_name in (kind.rows, "sweep"):
         for field, value, time in _leaves(document.get(rows_name, []), rows_name):
             lack = _lack(value, field, time)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_tokenweave.atomic import check_target, replace_files
-from trtllm_tokenweave.errors import CHECK_PATH
+from trtllm_tokenweave.errors import CHECK_PATH, check_kind
 from trtllm_tokenweave.recorder import enums
 from trtllm_tokenweave.recorder import layers as L  # noqa: N812
 from trtllm_tokenweave.recorder.network import RecordedNetwork
@@ -96,9 +96,10 @@ def save(network: RecordedNetwork, path: str | Path) -> list[Path]:
         The files written.
 
     Raises:
-        UserError: when the name does not end in ``.json``, a file cannot be written, or the weights would replace
-            those of something else.
+        UserError: when it is no recorded network, the name does not end in ``.json``, a file cannot be written, or the
+            weights would replace those of something else.
     """
+    check_kind(network, ("a RecordedNetwork", RecordedNetwork), where="network")
     path = Path(path)
     if path.suffix != ".json":
         raise NetworkError("the name of a recorded network ends in .json", where=str(path))
@@ -209,7 +210,7 @@ def load(path: str | Path, registry: PluginRegistry | None = None) -> RecordedNe
         what = f"cannot be read: {error.strerror or error}"
         raise NetworkError(what, where=str(path), fix=CHECK_PATH) from None
     except (ValueError, RecursionError) as error:
-        raise NetworkError(f"is no JSON: {error}", where=str(path)) from None
+        raise NetworkError(f"is not JSON: {error}", where=str(path), fix="save the network again") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise NetworkError("is not a recorded network", where=str(path))
     format_version = document.get("version")

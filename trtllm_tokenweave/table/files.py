@@ -26,7 +26,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=str(path), fix=CHECK_PATH) from error
     except UnicodeDecodeError as error:
-        raise UserError(f"is not UTF-8 text (byte {error.start})", where=str(path)) from error
+        raise UserError(f"is not UTF-8 text (byte {error.start})", where=str(path), fix=_AGAIN) from error
 
 
 def read_json(text: str, where: str) -> Any:
@@ -46,9 +46,8 @@ def read_json(text: str, where: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}", where=where
-        ) from error
+        what = f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        raise UserError(what, where=where, fix=_AGAIN) from error
     except ValueError as error:
         # Python refuses to read an integer of thousands of digits.
         raise UserError("holds a number with too many digits", where=where, fix=_AGAIN) from error
