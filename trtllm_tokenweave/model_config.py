@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from trtllm_tokenweave.errors import UserError
+from trtllm_tokenweave.errors import UserError, check_kind
 
 Architecture = Literal["LlamaForCausalLM", "Qwen2ForCausalLM", "MixtralForCausalLM"]
 DType = Literal["float32", "float16", "bfloat16"]
@@ -247,6 +247,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 def preset(name: str) -> ModelConfig:
     """The public shape called ``name``. Raises UserError listing the names for an unknown one."""
+    check_kind(name, ("a string", str), where="preset")
     if name not in PRESETS:
         raise UserError(f"no preset called {name!r}", where="preset", fix=f"choose one of {', '.join(sorted(PRESETS))}")
     return PRESETS[name]

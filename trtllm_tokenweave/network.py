@@ -74,10 +74,13 @@ class Graph:
     """Snapshot of ``network``.
 
     Raises:
-        UserError: when two layers or two tensors share a name.
+        UserError: when it is no network, or two layers or two tensors share a name.
     """
 
     def __init__(self, network: Any) -> None:
+        if not hasattr(network, "num_layers"):
+            fix = "give TensorRT's INetworkDefinition, or a RecordedNetwork"
+            raise UserError(f"a {type(network).__name__} is no network", where="network", fix=fix)
         self.network = network
         self.nodes: list[Node] = []
         self.named: dict[str, Node] = {}

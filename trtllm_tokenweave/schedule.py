@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from trtllm_tokenweave.errors import UserError
+
 if TYPE_CHECKING:
     from trtllm_tokenweave.table.launch import LaunchConfig
     from trtllm_tokenweave.table.model import TableRow, TuningTable
@@ -72,6 +74,18 @@ class SplitPlan:
     def suffix(self) -> int:
         """Tokens of the suffix half (0 when the step is not split)."""
         return self.num_tokens - self.split
+
+
+def check_limits(max_batch_size: int, max_num_tokens: int) -> None:
+    """Refuse limits of an engine that none can have.
+
+    Raises:
+        UserError: One is outside of 1..`MAX_NUM_TOKENS`.
+    """
+    for name, size in (("max_batch_size", max_batch_size), ("max_num_tokens", max_num_tokens)):
+        if not 1 <= size <= MAX_NUM_TOKENS:
+            what = f"{size} is outside of 1..{MAX_NUM_TOKENS}"
+            raise UserError(what, where=name, fix="give the size that the engine is built for")
 
 
 def ceil_div(value: int, divisor: int) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from trtllm_tokenweave.errors import UserError, check_fields, check_kind
+from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.schedule import DEFAULT_GRANULARITY, DEFAULT_OFFSETS, SplitPlan, ceil_div, split_point
 from trtllm_tokenweave.table.launch import CLUSTER, MAX_CTAS, LaunchConfig
 from trtllm_tokenweave.table.model import ANY_GPU, TableKey, TuningTable
@@ -270,10 +271,14 @@ def default_table(
 
 
 def table_key(config: ModelConfig, tp_size: int, *, gpu: str = ANY_GPU) -> TableKey:
-    """The key that a table for this model must have."""
+    """The key that a table for this model must have.
+
+    Raises:
+        UserError: tp_size is no number of ranks.
+    """
     return TableKey(
         gpu=gpu,
-        tp_size=tp_size,
+        tp_size=Mapping(tp_size, 0, tp_size).tp_size,
         hidden_size=config.hidden_size,
         dtype=config.dtype,
         model_kind=config.kind,

@@ -15,9 +15,10 @@ from trtllm_tokenweave.mapping import Mapping
 from trtllm_tokenweave.model_config import preset
 from trtllm_tokenweave.passes import weave
 from trtllm_tokenweave.predict import Workload
+from trtllm_tokenweave.recorder import save
 from trtllm_tokenweave.runner import GenerationLimits
 from trtllm_tokenweave.table import LaunchConfig
-from trtllm_tokenweave.waves import Tile, WaveModel
+from trtllm_tokenweave.waves import Tile, WaveModel, default_table
 
 CACHE: dict[str, Any] = {"num_layers": 1, "num_kv_heads": 1, "head_size": 64, "dtype": np.dtype("int8")}
 WHOLE, NUMBER, SWITCH = "a whole number", "a number", "True or False"
@@ -51,6 +52,9 @@ WHOLE, NUMBER, SWITCH = "a whole number", "a number", "True or False"
         (KvCacheConfig, {**CACHE, "num_blocks": "9"}, "KV cache: num_blocks", "'9' is a str", WHOLE),
         (Workload, {"config": "llama-3.3-70b", "tp_size": 8}, "config", "'llama-3.3-70b' is a str", "a ModelConfig"),
         (Workload, {"config": preset("llama-3.3-70b"), "tp_size": "8"}, "tp_size", "'8' is a str", WHOLE),
+        (preset, {"name": []}, "preset", "[] is a list", "a string"),
+        (default_table, {"config": preset("llama-2-7b"), "tp_size": "8"}, "mapping.world_size", "'8' is a str", WHOLE),
+        (save, {"network": None, "path": "a.json"}, "network", "is None", "a RecordedNetwork"),
         (Tile, {"m": "128"}, "tile.m", "'128' is a str", WHOLE),
         (WaveModel, {"attention": 8}, "attention", "8 is an int", "a LaunchConfig or None"),
         (WaveModel, {"mlp": LaunchConfig(), "sms": "132"}, "sms", "'132' is a str", WHOLE),
@@ -78,3 +82,17 @@ def test_a_weave_without_options() -> None:
         with pytest.raises(UserError, match=r"^options: .*is .*, not WeaveOptions\. Fix: give WeaveOptions$"):
             weave(network, given)  # type: ignore[arg-type]
     assert weave(network, options()).mode == "weave"
+
+
+def test_a_weave_without_a_network() -> None:
+    with pytest.raises(
+        UserError, match=r"^network: a NoneType is no network\. Fix: give TensorRT's INetworkDefinition"
+    ):
+        weave(None, options())
+
+
+@pytest.mark.parametrize("values", [{"max_batch_size": 0}, {"max_num_tokens": -1}, {"max_num_tokens": 2**20 + 1}])
+def test_limits_that_no_engine_has(values: dict[str, int]) -> None:
+    ((name, value),) = values.items()
+    with pytest.raises(UserError, match=rf"^{name}: {value} is outside of 1\.\.1048576\. Fix: give the size"):
+        options(**values)

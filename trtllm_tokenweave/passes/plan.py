@@ -13,6 +13,7 @@ from trtllm_tokenweave.network import Graph, Node
 from trtllm_tokenweave.passes.rowwise import Rows, RowWise
 from trtllm_tokenweave.patterns import FusionSite, Refusal, find_sites, is_collective
 from trtllm_tokenweave.plugin_specs import ALL_REDUCE_RMS_NORM, NAMESPACE, VERSION
+from trtllm_tokenweave.schedule import check_limits
 
 if TYPE_CHECKING:
     from trtllm_tokenweave.table import PrefixLookup, TuningTable
@@ -64,6 +65,7 @@ class WeaveOptions:
         for name, least in (("max_beam_width", 1), ("max_draft_len", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{getattr(self, name)} is less than {least}", where=name)
+        check_limits(self.max_batch_size, self.max_num_tokens)
         if self.gemm not in get_args(GemmChoice):
             raise UserError(f"no choice {self.gemm!r}", where="gemm", fix=f"give one of {get_args(GemmChoice)}")
 

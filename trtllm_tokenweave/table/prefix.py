@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.recorder.tensor import MAX_SHAPE_TENSOR_ELEMENTS
-from trtllm_tokenweave.schedule import MAX_NUM_TOKENS, ceil_div
+from trtllm_tokenweave.schedule import ceil_div, check_limits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -98,13 +97,7 @@ def prefix_lookup(table: TuningTable, max_batch: int, max_num_tokens: int) -> Pr
     Raises:
         UserError: A size outside of 1..`schedule.MAX_NUM_TOKENS`.
     """
-    for name, size in (("max_batch_size", max_batch), ("max_num_tokens", max_num_tokens)):
-        if not 1 <= size <= MAX_NUM_TOKENS:
-            raise UserError(
-                f"{size} is outside of 1..{MAX_NUM_TOKENS}",
-                where=name,
-                fix="give the size that the engine is built for",
-            )
+    check_limits(max_batch, max_num_tokens)
     bounds = {row.batch.lo for row in table.rows} | {row.batch.hi + 1 for row in table.rows if row.batch.hi is not None}
     starts: list[int] = []
     rows: list[list[int]] = []
