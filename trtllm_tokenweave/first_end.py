@@ -88,10 +88,8 @@ class FirstEnd:
         ended = [found for member in self._known.values() if (found := _ended(member)) is not None]
         for member in ended:
             del self._known[member.pid]
-        # A helper that is told to end, or is waited for at once, only follows its rank.
-        candidates = [member for member in ended if member.failed or not member.what]
-        if candidates and self._first is None:
-            self._first = min(candidates, key=lambda member: (not member.failed, member.what == ""))
+        if self._first is None:
+            self._first = _first_of(ended)
         scan = time.monotonic() - self._scanned >= _SCAN_SECONDS
         for pid, rank in ranks:
             self._known.setdefault(pid, Member(rank, pid))
@@ -126,6 +124,17 @@ class FirstEnd:
         self._first = Member(rank, pid, how=how)
 
 
+def _first_of(ended: list[Member]) -> Member | None:
+    """Of members that ended between two looks the one that was first, as far as that can be told.
+
+    A helper that ends beside a rank may only follow it, as one that is told to end does; of ranks whose code is gone
+    nothing tells which was first.
+    """
+    ranks = [member for member in ended if not member.what]
+    failed = [member for member in ranks or ended if member.failed]
+    return failed[0] if failed else ranks[0] if len(ranks) == 1 else None
+
+
 def _exit(code: int) -> str:
     return f"exit code {code}"
 
@@ -137,9 +146,9 @@ def _signal(number: int) -> str:
 
 
 def _children(pid: int) -> Iterator[int]:
-    """Process ids of a process's children; none where it is gone, or another user's."""
-    for path in _PROC.glob(f"{pid}/task/*/children"):
-        with suppress(OSError):
+    """Process ids of a process's children; none where it is gone, also while it is looked at, or another user's."""
+    with suppress(OSError):
+        for path in _PROC.glob(f"{pid}/task/*/children"):
             yield from map(int, path.read_text().split())
 
 

@@ -158,7 +158,7 @@ class Job:
 
     def __init__(self, command: Sequence[str], *, stop_seconds: float, first_end: FirstEnd | None = None) -> None:
         self.signal = 0
-        self._first_end = FirstEnd() if first_end is None else first_end
+        self._first_end = first_end
         self._command = command
         self._stop_seconds = stop_seconds
 
@@ -188,7 +188,8 @@ class Job:
                     while process.poll() is None and not self.signal:
                         ranks = _ranks(process)
                         jobs |= {rank.job for rank in ranks}
-                        self._first_end.look((rank.pid, rank.rank) for rank in ranks)
+                        if self._first_end is not None:
+                            self._first_end.look((rank.pid, rank.rank) for rank in ranks)
                         watch()
                         time.sleep(_POLL_SECONDS)
                     self._stop(process, self.signal)

@@ -14,7 +14,7 @@ from support.fake_tritonserver import server_words
 
 from trtllm_tokenweave import first_end
 from trtllm_tokenweave.cli.app import main
-from trtllm_tokenweave.first_end import FirstEnd
+from trtllm_tokenweave.first_end import FirstEnd, Member
 
 SECONDS = 60.0
 Start = Callable[[str], "subprocess.Popen[bytes]"]
@@ -100,6 +100,49 @@ def test_a_helper_that_ends_before_its_rank(start: Start, monkeypatch: pytest.Mo
     assert str(first) == f"the backend of rank 2, pid {child}: exit code 4"
     first.hear("mpirun noticed that process rank 2 with PID 0 on node vm exited on signal 15 (Terminated).\n")
     assert str(first).startswith("the backend of rank 2")
+
+
+def _seen(members: list[Member], monkeypatch: pytest.MonkeyPatch) -> FirstEnd:
+    """What saw these members run, and then all ended between two looks."""
+    first = FirstEnd()
+    first._known = {member.pid: member for member in members}
+    monkeypatch.setattr(first_end, "_ended", lambda member: member)
+    first.look([])
+    return first
+
+
+RANK, CRASHED = Member(1, 11), Member(1, 11, how="signal 11, SIGSEGV")
+BACKEND = Member(0, 20, "the Python backend", "signal 9, SIGKILL")
+
+
+def test_a_helper_that_ends_beside_a_rank_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(_seen([BACKEND], monkeypatch)).startswith("the Python backend of rank 0")
+    assert str(_seen([BACKEND, CRASHED], monkeypatch)) == "rank 1, pid 11: signal 11, SIGSEGV"
+    first = _seen([BACKEND, RANK], monkeypatch)
+    assert str(first) == "rank 1, pid 11"
+    first.hear("mpirun noticed that process rank 1 with PID 11 on node vm exited on signal 11 (Segmentation fault).\n")
+    assert str(first) == "rank 1, pid 11: signal 11, SIGSEGV"
+
+
+def test_of_ranks_that_vanish_together_none_is_named_before_mpirun_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = _seen([Member(0, 10), RANK], monkeypatch)
+    assert str(first) == ""
+    first.hear("mpirun noticed that process rank 1 with PID 11 on node vm exited on signal 9 (Killed).\n")
+    assert str(first) == "rank 1: signal 9, SIGKILL"
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, ProcessLookupError])
+def test_a_process_may_vanish_while_its_children_are_listed(
+    error: type[OSError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def vanishes(*_: object) -> Iterator[Path]:
+        yield Path("/nowhere/children") if error is FileNotFoundError else Path("/")
+        raise error
+
+    monkeypatch.setattr(Path, "glob", vanishes)
+    first = FirstEnd(_helper)
+    first.look([(os.getpid(), 0)])
+    assert str(first) == ""
 
 
 @pytest.mark.parametrize(
