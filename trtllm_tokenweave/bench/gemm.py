@@ -1,6 +1,6 @@
 """Time of a model's GEMMs on one GPU by token count: `trtllm-tokenweave bench gemm`, for `plan --predict --gemm`.
 
-Each size is timed alone: medians of device events around one torch.mm. Large products run before each sample, so that
+Each size is timed alone: medians of device events around one torch.mm. Large products run before each fifteen, so that
 the clock is that of a GPU under load, as in an engine's step: at its power limit one is a fifth slower than
 after a rest. Weights rotate, so that none is in the L2 cache.
 """

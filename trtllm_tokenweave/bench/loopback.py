@@ -1,8 +1,8 @@
 """AllReduceRmsNorm among virtual ranks on one GPU: `trtllm-tokenweave bench loopback`.
 
 All ranks' memory is the GPU's own, so that no link is a limit: what is left is what the SMs of few CTAs can do, by
-loader, number of ranks and CTAs. Each candidate is verified first; times are medians of device events around the one
-cooperative kernel of all ranks, in microseconds.
+loader, number of ranks and CTAs, and with many CTAs the GPU's memory. Each candidate is verified first; times are
+medians of device events around the one cooperative kernel of all ranks, in microseconds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 import json
+import sys
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from trtllm_tokenweave.bench.kernel import DTYPE, EPS, LOADERS, command, machine
 from trtllm_tokenweave.bench.timing import Operation, time_all
 from trtllm_tokenweave.c_interface import UNSUPPORTED, LibraryError
 from trtllm_tokenweave.config import prepare_benchmark
+from trtllm_tokenweave.errors import UserError
 from trtllm_tokenweave.native import Call, Group, LaunchConfig, RankTensors
 
 ITERATIONS = 10
@@ -86,6 +89,7 @@ def measure_rows(group: Group, hidden: int, tokens: int, arguments: LoopbackBenc
         except LibraryError as error:
             if error.code != UNSUPPORTED:
                 raise
+            print(f"{group.size} ranks, {loader}, {ctas} CTAs: {error}", file=sys.stderr)
             continue
         operations[f"{loader}@{ctas}"] = run
     times = time_all(operations, lambda _: None, ITERATIONS)
@@ -105,10 +109,11 @@ def measure_loopback(arguments: LoopbackBench) -> dict[str, Any]:
     rows = []
     for ranks, hidden in itertools.product(arguments.ranks, arguments.hidden):
         num_bytes = 2 * max(arguments.tokens) * hidden * DTYPE.itemsize
-        group = Group(ranks, loopback=1, tensor_bytes=num_bytes, timeout_ms=TIMEOUT_MS)
-        for tokens in arguments.tokens:
-            rows += measure_rows(group, hidden, tokens, arguments)
-        group.close()
+        with closing(Group(ranks, loopback=1, tensor_bytes=num_bytes, timeout_ms=TIMEOUT_MS)) as group:
+            for tokens in arguments.tokens:
+                rows += measure_rows(group, hidden, tokens, arguments)
+    if not rows:
+        raise UserError("the kernel takes none of these on this GPU", where="bench loopback", fix="give fewer CTAs")
     return {
         "what": "AllReduceRmsNorm among virtual ranks of one GPU, us: medians of device events; ctas: of each rank",
         "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
