@@ -68,7 +68,7 @@ Status Group::create(const TwGroupConfig& requested, std::unique_ptr<Group>* gro
   TW_RETURN_IF_ERROR(validate(requested));
   const Environment env = environment();
   TW_RETURN_IF_ERROR(validate(env));
-  TW_RETURN_IF_ERROR(find_driver());  // not agreed on: no rank of this machine has one
+  TW_RETURN_IF_ERROR(find_driver());  // not agreed on: few machines have it for some ranks only
   TwGroupConfig config = requested;
   if (config.timeout_ms == 0) config.timeout_ms = env.timeout_ms;
   if (!env.multicast) config.allow_multicast = 0;

@@ -14,7 +14,7 @@ namespace tokenweave {
 using Deadline = std::chrono::steady_clock::time_point;
 
 /// Listens at "/path" or at "@name" in the abstract namespace. A path left behind by a dead process is replaced.
-/// TW_BOOTSTRAP_ERROR where another process has the name.
+/// TW_BOOTSTRAP_ERROR where another process has the "@name".
 Status listen_at(const std::string& address, int backlog, UniqueFd* listener);
 
 /// Tries until the deadline, for the listener may come later. TW_BOOTSTRAP_ERROR at once where it is another user's.

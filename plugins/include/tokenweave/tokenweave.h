@@ -143,8 +143,8 @@ typedef struct TwLaunchConfig {
 TW_API const char* twVersion(void);
 
 /// Collective (but in loopback). Makes the group's symmetric memory and compares size, library version and config_hash
-/// over ranks. On failure on any rank all ranks get an error that names it, nothing is kept, and *group is null. A
-/// machine on which no driver can be loaded has no rank to wait for: TW_UNSUPPORTED at once.
+/// over ranks. On failure on any rank all ranks get an error that names it, nothing is kept, and *group is null. Only
+/// a process that can load no driver waits for nobody: TW_UNSUPPORTED at once.
 TW_API TwCode twGroupCreate(const TwGroupConfig* config, TwGroup** group, TwStatus* status);
 
 /// Collective. Waits for the device and then, for at most the timeout, for the other ranks, so that no rank unmaps
