@@ -65,16 +65,30 @@ class Queue:
         return self.events[arguments[1]] - self.events[arguments[0]]
 
 
+class Clock:
+    """Ran at 1400 MHz between the first two marks, and at 1 more between any next two."""
+
+    def begin(self, marks: int) -> None:
+        self.room, self.marks = marks, 0
+
+    def mark(self) -> None:
+        self.marks += 1
+
+    def mhz(self) -> list[float]:
+        assert self.marks == self.room
+        return [1400.0 + number for number in range(self.marks // 2)]
+
+
 def test_samples_follow_each_other_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Queue()
     monkeypatch.setattr(step_timer, "call", queue.call)
-    timer = StepTimer(cast("Any", queue))
+    timer = StepTimer(cast("Any", queue), cast("Any", Clock()))
     samples = [(partial(queue.prepare, 3.0), 2), (partial(queue.prepare, 5.0), 1)]
-    assert timer.time(samples, lead=2) == [Timing(3.0), Timing(5.0)]
+    assert timer.time(samples, lead=2) == [Timing(3.0, 1400.0), Timing(5.0, 1401.0)]
     # The lead and one more, then two that count; one and one.
     assert queue.log == ["empty", "prepare", *["3"] * 5, "prepare", *["5"] * 2, "empty"]
     # Events are made once, and a shorter queue does not read those of the longer one.
-    assert timer.time(samples[1:]) == [Timing(5.0)]
+    assert timer.time(samples[1:]) == [Timing(5.0, 1400.0)]
     assert len(queue.events) == 4
 
 

@@ -40,11 +40,11 @@ class Timing(NamedTuple):
 
     Attributes:
         ms: Milliseconds of a step.
-        mhz: The clock of the SMs meanwhile; 0: it was not asked for.
+        mhz: The clock of the SMs meanwhile.
     """
 
     ms: float
-    mhz: float = 0.0
+    mhz: float
 
 
 def of_slowest_rank(comm: CommBackend, timings: Sequence[Timing]) -> list[Timing]:
@@ -59,10 +59,10 @@ class StepTimer:
 
     Args:
         stream: Where steps are queued.
-        clock: Tells the clock of each sample; None: it is not asked for.
+        clock: Tells the clock of each sample, by marks in the same stream.
     """
 
-    def __init__(self, stream: Stream, clock: SmClock | None = None) -> None:
+    def __init__(self, stream: Stream, clock: SmClock) -> None:
         self.stream, self.clock = stream, clock
         self._events: list[tuple[Any, Any]] = []
 
@@ -76,26 +76,20 @@ class StepTimer:
         """
         while len(self._events) < len(samples):
             self._events.append((call("cudaEventCreate"), call("cudaEventCreate")))
-        if self.clock is not None:
-            self.clock.begin(2 * len(samples))
+        self.clock.begin(2 * len(samples))
         for number, ((prepare, count), (start, end)) in enumerate(zip(samples, self._events, strict=False)):
             step = prepare()
             for _ in range(1 if number else lead + 1):
                 step()
-            self._mark()
+            # Marks are outside the events: each takes microseconds.
+            self.clock.mark()
             call("cudaEventRecord", start, self.stream.handle)
             for _ in range(count):
                 step()
             call("cudaEventRecord", end, self.stream.handle)
-            self._mark()
+            self.clock.mark()
         self.stream.synchronize()
-        clocks = [0.0] * len(samples) if self.clock is None else self.clock.mhz()
         return [
             Timing(float(call("cudaEventElapsedTime", start, end)) / count, mhz)
-            for (_, count), (start, end), mhz in zip(samples, self._events, clocks, strict=False)
+            for (_, count), (start, end), mhz in zip(samples, self._events, self.clock.mhz(), strict=False)
         ]
-
-    def _mark(self) -> None:
-        """Outside the events: a mark takes microseconds."""
-        if self.clock is not None:
-            self.clock.mark()
