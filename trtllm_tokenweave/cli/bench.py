@@ -44,6 +44,12 @@ def _need_gpus(needed: int) -> None:
         raise UserError(f"this machine has {torch.cuda.device_count()} GPUs, {needed} needed", where="bench")
 
 
+def _check_output_and_gpus(output: Path | None, gpus: int) -> None:
+    if output is not None:
+        check_target(output)
+    _need_gpus(gpus)
+
+
 def _text(document: Mapping[str, Any]) -> str:
     return json.dumps(document, indent=1) + "\n"
 
@@ -104,9 +110,7 @@ def kernel(
     """Time AllReduceRmsNorm on two GPUs against its peers and the link's floor; each is verified first."""
     sizes, counts, grids = numbers(hidden, "--hidden"), numbers(tokens, "--tokens"), numbers(ctas, "--ctas")
     names = _loaders(loaders)
-    if output is not None:
-        check_target(output)
-    _need_gpus(2)
+    _check_output_and_gpus(output, 2)
     from trtllm_tokenweave.bench.kernel import KernelBench, measure_kernel
 
     _finish(measure_kernel(KernelBench(sizes, counts, peers, names, grids)), output, as_json)
@@ -135,9 +139,7 @@ def loopback(
         raise UserError(f"{max(sizes)} is above {MAX_RANKS}", where="--ranks", fix="give fewer ranks")
     hiddens, counts, grids = numbers(hidden, "--hidden"), numbers(tokens, "--tokens"), numbers(ctas, "--ctas")
     names = _loaders(loaders)
-    if output is not None:
-        check_target(output)
-    _need_gpus(1)
+    _check_output_and_gpus(output, 1)
     from trtllm_tokenweave.bench.loopback import LoopbackBench, measure_loopback
 
     _finish(measure_loopback(LoopbackBench(sizes, hiddens, counts, names, grids)), output, as_json)
@@ -146,9 +148,7 @@ def loopback(
 @app.command()
 def overlap(output: Output = None, as_json: AsJson = False) -> None:
     """Time a GEMM beside the collective of the other half, by CTA count, eager and in a CUDA graph."""
-    if output is not None:
-        check_target(output)
-    _need_gpus(2)
+    _check_output_and_gpus(output, 2)
     from trtllm_tokenweave.bench.overlap import measure_overlap
 
     _finish(measure_overlap(), output, as_json)
@@ -165,9 +165,7 @@ def gemm(
     sizes, config = numbers(tp, "--tp"), model_preset(preset)
     for size in sizes:
         config.local(size)
-    if output is not None:
-        check_target(output)
-    _need_gpus(1)
+    _check_output_and_gpus(output, 1)
     from trtllm_tokenweave.bench.gemm import measure_gemms
 
     _finish(measure_gemms(config, sizes).model_dump(mode="json"), output, as_json)

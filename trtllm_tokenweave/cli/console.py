@@ -37,5 +37,6 @@ def print_whole(console: Console, view: Table) -> None:
 
 def steps_said(document: dict[str, Any]) -> str:
     """How many steps were run how, and how long one took, from the ladder's document."""
-    each = {rung: document["step_seconds"][rung] / count * 1e3 for rung, count in document["steps"].items()}
-    return ", ".join(f"{count} {rung} ({each[rung]:.2f} ms each)" for rung, count in document["steps"].items())
+    seconds = document["step_seconds"]
+    steps = document["steps"].items()
+    return ", ".join(f"{count} {rung} ({seconds[rung] / count * 1e3:.2f} ms each)" for rung, count in steps)
