@@ -34,7 +34,7 @@ struct DriverTable {
   }
 };
 
-/// OK where a driver can be loaded, whether or not it sees a GPU. Else TW_UNSUPPORTED: on all ranks of the machine.
+/// OK where a driver can be loaded, whether or not it sees a GPU. Else TW_UNSUPPORTED.
 Status find_driver();
 
 /// TW_UNSUPPORTED when this process sees no such GPU.
