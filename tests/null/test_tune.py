@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import pytest
 from support.tuning import COUNTS, MHZ, SPACE, Clock, FakeRunner, bowl, run_on_ranks, run_tuner
@@ -15,8 +13,7 @@ from trtllm_tokenweave.comm import CommError
 from trtllm_tokenweave.errors import TokenWeaveError, UserError
 from trtllm_tokenweave.tune.candidates import Candidate
 from trtllm_tokenweave.tune.measure import MAX_QUEUED
-from trtllm_tokenweave.tune.search import SAME_OFFSET, best_of, fastest
-from trtllm_tokenweave.tune.store import Record, load_record, partial_file
+from trtllm_tokenweave.tune.search import SAME_OFFSET
 from trtllm_tokenweave.tune.tuner import measurements
 
 
@@ -123,107 +120,6 @@ def test_exhaustive_measures_everything() -> None:
     assert tuned.choices[0].candidate.offset is not None
 
 
-# ---- the middle of a row
-
-
-def in_the_middle(num_tokens: int, candidate: Candidate, *, worse: float) -> float:
-    """Offsets 256 and 0 are all but equal where rows end; inside a row 256 takes longer by ``worse``."""
-    whole, inside = num_tokens / 320, num_tokens in (1536, 3072)
-    if candidate.offset is None:
-        return whole
-    if candidate.offset not in (0, 256):
-        return whole * 1.01
-    return whole * (0.95 + (0.0001 if candidate.offset == 0 else worse * inside))
-
-
-@pytest.mark.parametrize(("worse", "offset"), [(0.03, 0), (0.0, 256)])
-def test_splits_that_are_equal_where_a_row_ends_are_told_apart_inside_it(worse: float, offset: int) -> None:
-    tuned = run_tuner(FakeRunner(partial(in_the_middle, worse=worse)))
-    assert [choice.middle for choice in tuned.choices] == [None, 1536, 3072]
-    assert [choice.candidate.offset for choice in tuned.choices[1:]] == [offset, offset]
-    document = measurements(tuned.run, tuned.choices)
-    assert "middle" not in document[0]
-    assert document[1]["middle"]["num_tokens"] == 1536
-    assert {row["samples"] for row in document[1]["middle"]["candidates"]} >= {4}
-
-
-def test_a_split_that_wins_at_the_end_and_loses_inside_is_not_used() -> None:
-    def landscape(num_tokens: int, candidate: Candidate) -> float:
-        loses = num_tokens in (1536, 3072)
-        return num_tokens / 320 * (1 if candidate.offset is None else 1.05 if loses else 0.96)
-
-    assert [c.candidate.offset for c in run_tuner(FakeRunner(landscape)).choices[1:]] == [None, None]
-
-
-def test_the_fastest_is_that_of_pairs_not_of_medians_over_two_counts() -> None:
-    """The median of three long and two short steps is of a long one, and says nothing about the short ones."""
-    first, second = SPACE.woven(0, 8), SPACE.woven(256, 8)
-    times = {first: [2.0, 1.03, 2.0, 1.03, 2.0], second: [2.01, 1.0, 2.01, 1.0, 2.01]}
-    assert best_of(times, fuse_only=False) == first
-    assert fastest(times, fuse_only=False, turns=2) == second
-    assert fastest(times, fuse_only=True) is None
-
-
-@pytest.mark.parametrize(("loss", "used"), [(0.03, False), (0.005, True)])
-def test_a_gain_over_the_row_that_is_a_loss_inside_it_is_not_used(loss: float, used: bool) -> None:
-    """Where rows end 7 % are won; a loss of 3 % in their middle is more than a count may lose, one of 0.5 % is not."""
-
-    def landscape(num_tokens: int, candidate: Candidate) -> float:
-        inside = num_tokens in (1536, 3072)
-        return num_tokens / 320 * (1 if candidate.offset is None else 1 + loss if inside else 0.93)
-
-    choices = run_tuner(FakeRunner(landscape), budget_seconds=1.0).choices[1:]
-    expected = (loss - 0.07) / 2
-    assert [c.gain.median for c in choices if c.gain is not None] == pytest.approx([expected, expected])
-    assert [c.candidate.offset is not None for c in choices] == [used, used]
-
-
-def test_a_slower_split_that_loses_nowhere_is_used_where_the_fastest_one_does() -> None:
-    def landscape(num_tokens: int, candidate: Candidate) -> float:
-        if candidate.offset is None:
-            return num_tokens / 320
-        inside = num_tokens in (1536, 3072)
-        # The first wins 4 % over the row, the others 2 % everywhere.
-        return num_tokens / 320 * ((1.03 if inside else 0.89) if candidate.offset == 0 else 0.98)
-
-    for choice in run_tuner(FakeRunner(landscape)).choices[1:]:
-        assert choice.candidate.offset not in (None, 0)
-        assert choice.candidate == choice.best_split
-
-
-@pytest.mark.parametrize("where", [1536, 2048])
-def test_what_is_wrong_inside_a_row_is_not_chosen(where: int) -> None:
-    class WrongThere(FakeRunner):
-        def error(self, num_tokens: int, candidate: Candidate, *, whole: bool = False) -> float:
-            error = super().error(num_tokens, candidate, whole=whole)
-            return 0.5 if num_tokens == where and candidate.offset is not None else error
-
-    tuned = run_tuner(WrongThere(bowl))
-    assert [c.candidate.offset is None for c in tuned.choices] == [False, True, False]
-
-
-def test_a_split_that_leaves_no_suffix_inside_a_row_is_not_chosen() -> None:
-    """Only the largest offset wins; in the middle of the row it would take all tokens."""
-
-    def landscape(num_tokens: int, candidate: Candidate) -> float:
-        return num_tokens / 320 * (1 if candidate.offset is None else 0.7 if candidate.offset >= 512 else 0.9)
-
-    runner = FakeRunner(landscape)
-    choice = run_tuner(runner, counts=(256, 2048)).choices[1]
-    assert choice.middle == 1152
-    assert any(name.startswith("+512 ") for n, name in runner.sampled if n == 2048)
-    assert SPACE.refusal(1152, SPACE.woven(512, 8)) == "it leaves no suffix"
-    assert choice.candidate.offset is not None
-    assert choice.candidate.offset < 512
-
-
-def test_the_last_splits_are_not_all_of_one_offset() -> None:
-    runner = FakeRunner(bowl)
-    run_tuner(runner)
-    compared = {name for n, name in runner.sampled if n == 3072 and name.startswith("+")}
-    assert sorted(Counter(name.split()[0] for name in compared).values()) == [1, 2]
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_one_disturbed_sample_of_each_does_not_hide_a_gain(seed: int) -> None:
     """The seventh step of every candidate takes half as long again, as where something else wakes up."""
@@ -271,16 +167,6 @@ def test_the_clock_is_that_of_the_rank_that_the_others_wait_for() -> None:
             assert measured.ms == pytest.approx([expected] * len(measured.ms), rel=1e-4)
 
 
-def test_a_run_that_goes_on_keeps_the_clock_of_the_first(tmp_path: Path) -> None:
-    file = tmp_path / "t.partial.json"
-    first = run_tuner(FakeRunner(bowl), file=file, counts=(1024,))
-    loaded = load_record(file, {})
-    again = run_tuner(FakeRunner(bowl, mhz=lambda _: MHZ / 2), record=loaded, counts=(1024, 2048))
-    assert again.run.record.mhz == first.run.record.mhz == MHZ
-    fuse = again.run.record.buckets[2048].candidates[str(SPACE.fuse())]
-    assert fuse.ms == pytest.approx([bowl(2048, SPACE.fuse())] * len(fuse.ms), rel=1e-4)
-
-
 # ---- right results only
 
 
@@ -325,104 +211,6 @@ def test_a_time_that_is_none_is_an_error() -> None:
         run_tuner(FakeRunner(lambda _n, _c: 0.0))
     with pytest.raises(TokenWeaveError, match="MHz"):
         run_tuner(FakeRunner(bowl, mhz=lambda _: math.inf))
-
-
-# ---- going on
-
-
-class KilledError(Exception):
-    """Stands for a signal."""
-
-
-def kill_at(count: int, number: int) -> None:
-    if number >= count:
-        raise KilledError
-
-
-def test_a_run_that_was_killed_loses_nothing_and_measures_nothing_again(tmp_path: Path) -> None:
-    whole = FakeRunner(bowl)
-    expected = run_tuner(whole)
-    file = partial_file(tmp_path / "table.json")
-    for half in (len(whole.sampled) // 3, len(whole.sampled) // 2, len(whole.sampled) - 1):
-        clock = Clock()
-        first = FakeRunner(bowl, clock, fails=partial(kill_at, half))
-        record = Record(key={"gpu": "x"})
-        with pytest.raises(TokenWeaveError):
-            run_tuner(first, record=record, file=file)
-        loaded = load_record(file, {"gpu": "x"})
-        assert loaded is not None
-        kept = sum(len(m.ms) for b in loaded.buckets.values() for m in b.candidates.values())
-        # Written every two seconds: what is lost is less than that took.
-        assert half - 60 <= kept <= half
-        second = FakeRunner(bowl, Clock(1000.0))
-        again = run_tuner(second, record=loaded, file=file)
-        assert again.table == expected.table
-        assert kept + len(second.sampled) == len(whole.sampled)
-        assert again.run.elapsed() == pytest.approx(expected.run.elapsed(), rel=0.1)
-
-
-def test_a_finished_record_needs_no_more_samples(tmp_path: Path) -> None:
-    file = tmp_path / "t.partial.json"
-    expected = run_tuner(FakeRunner(bowl, noise=0.01), file=file)
-    loaded = load_record(file, {})
-    runner = FakeRunner(bowl)
-    assert run_tuner(runner, record=loaded).table == expected.table
-    assert runner.sampled == []
-
-
-@pytest.mark.parametrize("budget", [8.0, 20.0, 285.0])
-def test_what_was_found_wrong_at_last_is_found_at_the_same_place_again(tmp_path: Path, budget: float) -> None:
-    """Its samples come before: a run that left it out from the start would look elsewhere."""
-    winner = str(run_tuner(FakeRunner(bowl, noise=0.01), budget_seconds=budget).choices[-1].candidate)
-    wrong, file = {f"whole {winner}": 0.5}, tmp_path / "t.partial.json"
-    expected = run_tuner(FakeRunner(bowl, noise=0.01, wrong=wrong), file=file, budget_seconds=budget)
-    rejected = expected.run.record.buckets[COUNTS[-1]].candidates[winner].rejected
-    second = FakeRunner(bowl, Clock(1000.0), noise=0.01, wrong=wrong)
-    again = run_tuner(second, record=load_record(file, {}), budget_seconds=budget)
-    assert rejected
-    assert again.choices == expected.choices
-    assert second.sampled == []
-
-
-@pytest.mark.parametrize("budget", [8.0, 20.0])
-def test_what_an_earlier_run_found_in_its_time_is_not_searched_again_without_time(
-    tmp_path: Path, budget: float
-) -> None:
-    """The run that goes on begins after its budget: counts that were done stay as they were chosen."""
-    file = tmp_path / "t.partial.json"
-    first = FakeRunner(bowl, noise=0.01)
-    expected = run_tuner(first, file=file, budget_seconds=budget)
-    answers = [answer for bucket in expected.run.record.buckets.values() for answer in bucket.answers]
-    assert True in answers
-    loaded = load_record(file, {})
-    assert loaded is not None
-    del loaded.buckets[COUNTS[0]]
-    second = FakeRunner(bowl, Clock(1000.0), noise=0.01)
-    again = run_tuner(second, record=loaded, budget_seconds=budget)
-    assert again.choices[1:] == expected.choices[1:]
-    assert {n for n, _ in second.sampled} == {COUNTS[0]}
-
-
-def test_samples_of_another_key_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "t.partial.json"
-    run_tuner(FakeRunner(bowl), record=Record(key={"gpu": "NVIDIA H200", "layers": 2}), file=file)
-    assert load_record(file, {"gpu": "NVIDIA H200", "layers": 2}) is not None
-    for key, what in (({"gpu": "NVIDIA H100", "layers": 2}, "gpu NVIDIA H200"), ({"gpu": "NVIDIA H200"}, "layers 2")):
-        with pytest.raises(UserError) as raised:
-            load_record(file, key)
-        assert what in raised.value.what
-        assert raised.value.where == str(file)
-        assert "--restart" in raised.value.fix
-
-
-def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "t.partial.json"
-    assert load_record(file, {}) is None
-    for text in ("{", "[]", '{"key": {}, "buckets": {"a": 1}}', '{"format_version": 1, "key": {}}'):
-        file.write_text(text)
-        with pytest.raises(UserError) as raised:
-            load_record(file, {})
-        assert raised.value.where.startswith(str(file))
 
 
 # ---- time
