@@ -143,6 +143,28 @@ def test_each_of_several_profiles(place: Place) -> None:
     assert optima(place) == place.record()["opt_num_tokens"] == [64, 96]
 
 
+@pytest.mark.parametrize("fewer", [True, False])
+def test_limits_above_all_profiles_are_said_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, fewer: bool
+) -> None:
+    """Of inputs that count sequences the limit is the first one's, and the weave reads another."""
+    from tensorrt_llm import builder
+
+    forward = builder.__dict__["_forward"]
+
+    def disagreeing(model: Any, network: Any, build_config: Any) -> None:
+        forward(model, network, build_config)
+        for ranges in network._inputs["context_lengths"].profiles:
+            ranges.max[0] -= fewer
+
+    monkeypatch.setitem(builder.__dict__, "_forward", disagreeing)
+    assert run(place.woven()) == 0
+    assert [place.record(rank)["mode"] for rank in range(2)] == ["weave"] * 2
+    said = [line for line in capsys.readouterr().err.splitlines() if "limits: " in line]
+    line = "max_batch_size 8 is above the 7 of the largest profile (input context_lengths): give it 7"
+    assert said == ([f"tokenweave:   limits: warning ({line})"] if fewer else [])
+
+
 # ---- records
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -101,12 +102,16 @@ class RankBuild:
     def set_up(self, net: Any, config: Any) -> None:
         """Put what the woven network needs into TensorRT's ``IBuilderConfig``, and check all of it.
 
+        What is right, but wasteful, rank 0 says: profiles are the same on all ranks.
+
         Raises:
             UserError: a profile's optimum is not split, or the network is not strongly typed.
         """
         if self.outcome is not None and self.outcome.result is not None:
             enable_weave(config, self.outcome.result)
-            check_settings(config, net.trt_network, notes.profiles(net), self.outcome.result)
+            noted = check_settings(config, net.trt_network, notes.profiles(net), self.outcome.result)
+            if self.request.rank == 0:
+                _print([f"tokenweave:   {check}" for check in noted])
 
     def _weave(self, net: Any) -> Outcome:
         reason, counts = _unserved(self.request.model_config), notes.counting(net, notes.TOKENS)
@@ -161,8 +166,12 @@ class RankBuild:
                 lines.append(f"tokenweave:   {stage}: {first[stage, reason]}{more}: {reason}")
             if len(counts) > _SHOWN:
                 lines.append(f"tokenweave:   and {len(counts) - _SHOWN} other reasons, see rank0.tokenweave.json")
-        # One write, not one for each end of line: ranks share stderr.
-        print("".join(f"{line}\n" for line in lines), end="", file=sys.stderr)
+        _print(lines)
+
+
+def _print(lines: Sequence[str]) -> None:
+    """Print lines on stderr, in one write, not one for each end of line: ranks share it."""
+    print("".join(f"{line}\n" for line in lines), end="", file=sys.stderr)
 
 
 def _unserved(model_config: Any) -> str:
