@@ -64,25 +64,46 @@ bool is_ours(const UniqueFd& connection) {
   return getsockopt(connection.get(), SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.uid == geteuid();
 }
 
-UniqueFd make_socket() { return UniqueFd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)); }
+UniqueFd make_socket(int type) { return UniqueFd(socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)); }
+
+/// `why` an address cannot be had. Names it, and what to do; `or_else` is the last way out.
+Status not_free(const std::string& address, const std::string& why, const char* or_else) {
+  return error(TW_BOOTSTRAP_ERROR,
+               address + why +
+                   ". Fix: choose another TOKENWEAVE_BOOTSTRAP or TwGroupConfig.bootstrap for all ranks, or " +
+                   or_else);
+}
+
+Status taken(const std::string& address) {
+  return not_free(address, " is taken: the rank 0 of another job listens there", "end that job");
+}
+
+/// Removes the file at "/path" unless a process holds a socket there.
+Status remove_if_dead(const std::string& path, const SocketAddress& parsed) {
+  // A connection would be one of the other job's ranks to its rank 0. A socket of another type gets none: where there
+  // is a process the kernel says EPROTOTYPE, and ECONNREFUSED where there is only a file.
+  const UniqueFd probe = make_socket(SOCK_DGRAM);
+  if (!probe) return socket_error("socket");
+  const bool connected = connect(probe.get(), reinterpret_cast<const sockaddr*>(&parsed.value), parsed.bytes) == 0;
+  if (connected || (errno != ECONNREFUSED && errno != ENOENT)) return taken(path);
+  if (unlink(path.c_str()) == 0 || errno == ENOENT) return {};
+  return not_free(path, std::string(" is in the way and cannot be removed: ") + std::strerror(errno), "remove it");
+}
 
 }  // namespace
 
 Status listen_at(const std::string& address, int backlog, UniqueFd* listener) {
   SocketAddress parsed;
   TW_RETURN_IF_ERROR(parse_address(address, &parsed));
-  *listener = make_socket();
+  *listener = make_socket(SOCK_STREAM);
   if (!*listener) return socket_error("socket");
-  if (address[0] == '/') unlink(address.c_str());
-  if (bind(listener->get(), reinterpret_cast<sockaddr*>(&parsed.value), parsed.bytes) != 0) {
-    if (errno == EADDRINUSE) {
-      return error(TW_BOOTSTRAP_ERROR,
-                   address +
-                       " is taken: the rank 0 of another job listens there. Fix: choose another "
-                       "TOKENWEAVE_BOOTSTRAP or TwGroupConfig.bootstrap for all ranks, or end that job");
-    }
-    return socket_error("binding " + address);
+  const auto try_bind = [&] { return bind(listener->get(), reinterpret_cast<sockaddr*>(&parsed.value), parsed.bytes); };
+  int result = try_bind();
+  if (result != 0 && errno == EADDRINUSE && address[0] == '/') {
+    TW_RETURN_IF_ERROR(remove_if_dead(address, parsed));
+    result = try_bind();
   }
+  if (result != 0) return errno == EADDRINUSE ? taken(address) : socket_error("binding " + address);
   if (listen(listener->get(), backlog) != 0) return socket_error("listening at " + address);
   return {};
 }
@@ -91,7 +112,7 @@ Status connect_to(const std::string& address, Deadline deadline, UniqueFd* conne
   SocketAddress parsed;
   TW_RETURN_IF_ERROR(parse_address(address, &parsed));
   while (true) {
-    *connection = make_socket();
+    *connection = make_socket(SOCK_STREAM);
     if (!*connection) return socket_error("socket");
     if (connect(connection->get(), reinterpret_cast<sockaddr*>(&parsed.value), parsed.bytes) == 0) {
       if (is_ours(*connection)) return {};

@@ -13,8 +13,10 @@ namespace tokenweave {
 
 using Deadline = std::chrono::steady_clock::time_point;
 
-/// Listens at "/path" or at "@name" in the abstract namespace. A path left behind by a dead process is replaced.
-/// TW_BOOTSTRAP_ERROR where another process has the "@name".
+/// Listens at "/path" or at "@name" in the abstract namespace. A path left behind by a dead process is replaced; of two
+/// that replace one at the same moment the second may replace the first. TW_BOOTSTRAP_ERROR where another process of
+/// this machine has the address. Sockets in a file system that machines share belong to one of them: the others see
+/// dead ones.
 Status listen_at(const std::string& address, int backlog, UniqueFd* listener);
 
 /// Tries until the deadline, for the listener may come later. TW_BOOTSTRAP_ERROR at once where it is another user's.

@@ -2,6 +2,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 
 #include <cstdlib>
 
@@ -183,14 +184,52 @@ TEST(Bootstrap, TwoProcessesWithOneRankAllGetTheError) {
     EXPECT_NE(text.find("two processes say that they are rank 1"), std::string::npos) << text;
 }
 
-TEST(Bootstrap, ANameThatAnotherJobUsesIsTaken) {
-  const std::string address = fresh_address();
-  UniqueFd of_another_job;
-  ASSERT_TRUE(listen_at(address, 1, &of_another_job).ok());
-  EXPECT_EQ(connected(options(0, 2, address), gathered_squares),
-            address +
-                " is taken: the rank 0 of another job listens there. Fix: choose another TOKENWEAVE_BOOTSTRAP or "
-                "TwGroupConfig.bootstrap for all ranks, or end that job");
+/// What rank 0 says of an address that another job's rank 0 has.
+std::string is_taken(const std::string& address) {
+  return address +
+         " is taken: the rank 0 of another job listens there. Fix: choose another TOKENWEAVE_BOOTSTRAP or "
+         "TwGroupConfig.bootstrap for all ranks, or end that job";
+}
+
+TEST(Bootstrap, AnAddressThatAnotherJobUsesIsTakenWhileItDoes) {
+  const std::string file = ::testing::TempDir() + "tokenweave-taken-" + std::to_string(getpid());
+  for (const std::string& address : {fresh_address(), file}) {
+    UniqueFd of_another_job;
+    ASSERT_TRUE(listen_at(address, 1, &of_another_job).ok());
+    for (int attempt = 0; attempt < 3; ++attempt) {  // more than its backlog holds
+      EXPECT_EQ(connected(options(0, 2, address), gathered_squares), is_taken(address));
+    }
+    of_another_job = UniqueFd();
+    const auto texts =
+        run_processes(2, [&](int rank) { return connected(options(rank, 2, address), gathered_squares); });
+    for (const std::string& text : texts) EXPECT_EQ(text, "0 1 1 2 2 3 ");
+  }
+}
+
+TEST(Bootstrap, AJobWhosePathAnotherOneWantsDoesNotNoticeIt) {
+  const std::string file = ::testing::TempDir() + "tokenweave-wanted-" + std::to_string(getpid());
+  constexpr int kIntruder = 2;
+  const Gate refused;
+  const auto texts = run_processes(3, [&](int process) {
+    if (process == kIntruder) {
+      for (int left = 500; access(file.c_str(), F_OK) != 0 && left > 0; --left) usleep(10000);
+      const std::string text = connected(options(0, 2, file, 300), gathered_squares);
+      return refused.open() ? text : "nobody knows";
+    }
+    if (process == 1 && !refused.wait()) return std::string("too early");  // a late rank of the first job
+    return connected(options(process, 2, file), gathered_squares);
+  });
+  EXPECT_EQ(texts, (std::vector<std::string>{"0 1 1 2 2 3 ", "0 1 1 2 2 3 ", is_taken(file)}));
+}
+
+TEST(Bootstrap, WhatCannotBeRemovedIsInTheWay) {
+  const std::string folder = ::testing::TempDir() + "tokenweave-folder-" + std::to_string(getpid());
+  ASSERT_EQ(mkdir(folder.c_str(), 0700), 0);
+  const std::string text = connected(options(0, 2, folder), gathered_squares);
+  EXPECT_EQ(text, folder +
+                      " is in the way and cannot be removed: Is a directory. Fix: choose another TOKENWEAVE_BOOTSTRAP "
+                      "or TwGroupConfig.bootstrap for all ranks, or remove it");
+  EXPECT_EQ(rmdir(folder.c_str()), 0);
 }
 
 TEST(Bootstrap, AnAddressThatCannotBeMadeIsNotTaken) {
