@@ -242,6 +242,7 @@ def test_without_tensorrt_headers_the_variable_is_named(clone: Clone, root: str,
     assert done.stderr.splitlines()[-1].partition(" Fix: ")[2].startswith("set TENSORRT_ROOT to ")
     said = "fetch_sdk: TENSORRT_ROOT is /nowhere, and neither it nor its include holds NvInfer.h: looking elsewhere\n"
     assert done.stderr.startswith(said) == bool(root)
+    assert done.stderr.count("neither it nor") == bool(root)
 
 
 def test_scripts_agree_on_what_the_sdk_takes(clone: Clone) -> None:
