@@ -29,6 +29,8 @@ Status connection_error() {
 struct SocketAddress {
   sockaddr_un value{};
   socklen_t bytes = 0;
+
+  const sockaddr* pointer() const { return reinterpret_cast<const sockaddr*>(&value); }
 };
 
 Status parse_address(const std::string& text, SocketAddress* address) {
@@ -84,7 +86,7 @@ Status remove_if_dead(const std::string& path, const SocketAddress& parsed) {
   // is a process the kernel says EPROTOTYPE, and ECONNREFUSED where there is only a file.
   const UniqueFd probe = make_socket(SOCK_DGRAM);
   if (!probe) return socket_error("socket");
-  const bool connected = connect(probe.get(), reinterpret_cast<const sockaddr*>(&parsed.value), parsed.bytes) == 0;
+  const bool connected = connect(probe.get(), parsed.pointer(), parsed.bytes) == 0;
   if (connected || (errno != ECONNREFUSED && errno != ENOENT)) return taken(path);
   if (unlink(path.c_str()) == 0 || errno == ENOENT) return {};
   return not_free(path, std::string(" is in the way and cannot be removed: ") + std::strerror(errno), "remove it");
@@ -97,7 +99,7 @@ Status listen_at(const std::string& address, int backlog, UniqueFd* listener) {
   TW_RETURN_IF_ERROR(parse_address(address, &parsed));
   *listener = make_socket(SOCK_STREAM);
   if (!*listener) return socket_error("socket");
-  const auto try_bind = [&] { return bind(listener->get(), reinterpret_cast<sockaddr*>(&parsed.value), parsed.bytes); };
+  const auto try_bind = [&] { return bind(listener->get(), parsed.pointer(), parsed.bytes); };
   int result = try_bind();
   if (result != 0 && errno == EADDRINUSE && address[0] == '/') {
     TW_RETURN_IF_ERROR(remove_if_dead(address, parsed));
@@ -114,7 +116,7 @@ Status connect_to(const std::string& address, Deadline deadline, UniqueFd* conne
   while (true) {
     *connection = make_socket(SOCK_STREAM);
     if (!*connection) return socket_error("socket");
-    if (connect(connection->get(), reinterpret_cast<sockaddr*>(&parsed.value), parsed.bytes) == 0) {
+    if (connect(connection->get(), parsed.pointer(), parsed.bytes) == 0) {
       if (is_ours(*connection)) return {};
       *connection = UniqueFd();
       return error(TW_BOOTSTRAP_ERROR,
