@@ -37,8 +37,13 @@ std::string gathered_squares(Bootstrap& bootstrap) {
   return text;
 }
 
+/// A path that neither another test nor another process uses.
+std::string fresh_path(const std::string& what) {
+  return ::testing::TempDir() + "tokenweave-" + what + "-" + std::to_string(getpid());
+}
+
 TEST(Bootstrap, GathersAmongProcessesByFileAndByName) {
-  const std::string file = ::testing::TempDir() + "tokenweave-" + std::to_string(getpid());
+  const std::string file = fresh_path("socket");
   for (const std::string& address : {file, fresh_address()}) {
     const auto texts =
         run_processes(4, [&](int rank) { return connected(options(rank, 4, address), gathered_squares); });
@@ -48,7 +53,7 @@ TEST(Bootstrap, GathersAmongProcessesByFileAndByName) {
 }
 
 TEST(Bootstrap, ReplacesTheSocketFileOfADeadProcess) {
-  const std::string file = ::testing::TempDir() + "tokenweave-stale-" + std::to_string(getpid());
+  const std::string file = fresh_path("stale");
   run_processes(1, [&](int) { return connected(options(0, 2, file, 50), gathered_squares); });
   EXPECT_EQ(access(file.c_str(), F_OK), 0);
   const auto texts = run_processes(2, [&](int rank) { return connected(options(rank, 2, file), gathered_squares); });
@@ -192,7 +197,7 @@ std::string is_taken(const std::string& address) {
 }
 
 TEST(Bootstrap, AnAddressThatAnotherJobUsesIsTakenWhileItDoes) {
-  const std::string file = ::testing::TempDir() + "tokenweave-taken-" + std::to_string(getpid());
+  const std::string file = fresh_path("taken");
   for (const std::string& address : {fresh_address(), file}) {
     UniqueFd of_another_job;
     ASSERT_TRUE(listen_at(address, 1, &of_another_job).ok());
@@ -207,7 +212,7 @@ TEST(Bootstrap, AnAddressThatAnotherJobUsesIsTakenWhileItDoes) {
 }
 
 TEST(Bootstrap, AJobWhosePathAnotherOneWantsDoesNotNoticeIt) {
-  const std::string file = ::testing::TempDir() + "tokenweave-wanted-" + std::to_string(getpid());
+  const std::string file = fresh_path("wanted");
   constexpr int kIntruder = 2;
   const Gate refused;
   const auto texts = run_processes(3, [&](int process) {
@@ -223,7 +228,7 @@ TEST(Bootstrap, AJobWhosePathAnotherOneWantsDoesNotNoticeIt) {
 }
 
 TEST(Bootstrap, WhatCannotBeRemovedIsInTheWay) {
-  const std::string folder = ::testing::TempDir() + "tokenweave-folder-" + std::to_string(getpid());
+  const std::string folder = fresh_path("folder");
   ASSERT_EQ(mkdir(folder.c_str(), 0700), 0);
   const std::string text = connected(options(0, 2, folder), gathered_squares);
   EXPECT_EQ(text, folder +
