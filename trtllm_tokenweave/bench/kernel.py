@@ -169,7 +169,6 @@ class Bench:
         """One run on fresh data against fp32: a wrong collective is often a fast one."""
         t = peer.sets[0]
         t.input.normal_()
-        residual = t.residual.float()
         if not peer.gathers_residual:
             residual = self.gathered(t.residual)[: t.input.shape[0]].float()
         else:
